@@ -1,0 +1,93 @@
+"""One exception type per thing that can go wrong.
+
+Every error says which value was wrong and what the limit is. Errors that a caller causes also derive from
+``ValueError`` (bad argument) or ``KeyError`` (unknown name), so that generic handlers keep working.
+"""
+
+
+class NanoPDError(Exception):
+    """Base class of every error that nanopd raises on purpose."""
+
+
+# --- configuration and requests: the caller's to fix -----------------------------------------------------------
+
+
+class ConfigError(NanoPDError, ValueError):
+    """A configuration value is out of range or contradicts another one."""
+
+
+class InvalidRequestError(NanoPDError, ValueError):
+    """A request was refused before it was queued; nothing else is affected."""
+
+
+class EmptyPromptError(InvalidRequestError):
+    """The prompt holds no token, so there is no position to predict from."""
+
+
+class PromptTooLongError(InvalidRequestError):
+    """Prompt (plus the tokens asked for) exceeds the model's length or can never fit the KV pool."""
+
+
+class InvalidTokenError(InvalidRequestError):
+    """A token id lies outside the vocabulary."""
+
+
+class InvalidSamplingParamsError(InvalidRequestError):
+    """A sampling parameter is out of range."""
+
+
+class UnknownRequestError(NanoPDError, KeyError):
+    """No request has this id."""
+
+
+class DuplicateRequestError(InvalidRequestError):
+    """A request with this id is still in flight."""
+
+
+class EngineClosedError(NanoPDError, RuntimeError):
+    """The engine was closed; it accepts no more work."""
+
+
+class StepFailedError(NanoPDError, RuntimeError):
+    """A model step raised; the requests of that step failed, all others go on."""
+
+
+# --- KV blocks -------------------------------------------------------------------------------------------------
+
+
+class OutOfBlocksError(NanoPDError):
+    """The KV pool has too few free blocks; nothing was changed."""
+
+
+class StaleBlockError(NanoPDError):
+    """A block was freed (its generation number moved on) while somebody still held a reference to it."""
+
+
+class BlockAccountingError(NanoPDError):
+    """A block was freed twice, or an integrity check found counts that do not add up."""
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------
+
+
+class UnsupportedShapeError(NanoPDError, ValueError):
+    """A kernel does not support this shape, dtype, device or layout; nothing was launched."""
+
+
+class KernelCompileError(NanoPDError):
+    """NVRTC refused the source; the message holds its log, with line numbers."""
+
+
+class KernelLaunchError(NanoPDError, RuntimeError):
+    """A launch failed or the device reported an error."""
+
+
+class CudaUnavailableError(NanoPDError, RuntimeError):
+    """A CUDA feature was asked for on a machine that lacks it; the message says what is missing."""
+
+
+# --- models ----------------------------------------------------------------------------------------------------
+
+
+class ModelLoadError(NanoPDError):
+    """A checkpoint could not be found, read, or mapped onto the architecture."""
