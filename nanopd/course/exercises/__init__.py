@@ -1,0 +1,1 @@
+"""One module per notebook: ``nbNN.py`` holds the exercises of notebook NN (the interface: ``course/exercise.py``)."""

@@ -1,0 +1,150 @@
+"""Numbers in prose that come from ``docs/results``: written by a tool, checked by a test, invisible when rendered.
+
+In any Markdown text (docs, README, notebook cells) a measured number is written as ::
+
+    <!--r:nvidia-h200/engine.json#decode_ms:.2f-->4.96<!--/r-->
+
+``file#key`` names a JSON file under docs/results and a dotted key (looked up under "values" first, then at the top;
+list items by index). Terms can be joined with ``* / + -`` (spaces around; evaluated left to right) and plain numbers:
+``a.json#x / a.json#y:.1f``. The format after the last colon is Python's. ``python -m nanopd.course.numbers fill`` writes
+the values in; ``check`` fails when one differs from its source or names something that does not exist.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from nanopd.course.texts import Root, markdown_files, write_if_changed
+from nanopd.errors import CourseError
+
+MARKER = re.compile(r"<!--r:(?P<expression>[^>]*?):(?P<format>[^:>]*)-->(?P<value>.*?)<!--/r-->", re.DOTALL)
+_OPENING = re.compile(r"<!--\s*/?r\b[^>]*-->")
+_OPERATORS: dict[str, Callable[[float, float], float]] = {
+    "*": operator.mul,
+    "/": operator.truediv,
+    "+": operator.add,
+    "-": operator.sub,
+}
+
+
+def strip_values(text: str) -> str:
+    """The text with every marked value emptied: what a translation depends on (a new measurement does not stale it)."""
+    return MARKER.sub(lambda m: f"<!--r:{m['expression']}:{m['format']}--><!--/r-->", text)
+
+
+def fill_values(text: str, results: Path, where: str = "text") -> str:
+    """The text with every marked value computed from the JSON files under ``results``.
+
+    Raises:
+        CourseError: a file or key does not exist, is no number, or the marker is malformed.
+    """
+    if len(_OPENING.findall(text)) != 2 * len(MARKER.findall(text)):
+        raise CourseError(f"{where}: malformed result marker; write <!--r:file.json#key:.2f-->value<!--/r-->")
+
+    def render(match: re.Match[str]) -> str:
+        value = evaluate(match["expression"], results, where)
+        try:
+            shown = format(value, match["format"])
+        except ValueError as error:
+            raise CourseError(f"{where}: {match['expression']}: {error}") from None
+        return f"<!--r:{match['expression']}:{match['format']}-->{shown}<!--/r-->"
+
+    return MARKER.sub(render, text)
+
+
+def evaluate(expression: str, results: Path, where: str) -> Any:
+    """``term (op term)*`` from left to right. A single term may also be a string, such as a driver version."""
+    parts = expression.strip().split(" ")
+    value = _term(parts[0], results, where)
+    for symbol, term in zip(parts[1::2], parts[2::2], strict=False):
+        if symbol not in _OPERATORS:
+            raise CourseError(f"{where}: unknown operator {symbol!r} in {expression!r}; use * / + - with spaces around")
+        value = _OPERATORS[symbol](value, _term(term, results, where))
+    if len(parts) % 2 == 0:
+        raise CourseError(f"{where}: {expression!r} ends in an operator")
+    return value
+
+
+def _term(term: str, results: Path, where: str) -> Any:
+    if "#" not in term:
+        try:
+            return float(term)
+        except ValueError:
+            raise CourseError(f"{where}: {term!r} is neither a number nor file.json#key") from None
+    name, key = term.split("#", 1)
+    path = results / name
+    if not path.is_file():
+        raise CourseError(f"{where}: docs/results/{name} does not exist")
+    data = json.loads(path.read_text(encoding="utf-8"))
+    for top in (data.get("values"), data) if isinstance(data, dict) else (data,):
+        found = _lookup(top, key)
+        if isinstance(found, int | float | str):
+            return found
+    raise CourseError(f"{where}: docs/results/{name} has no number at {key!r}")
+
+
+def _lookup(data: Any, key: str) -> Any:
+    """The value at a dotted key; a key that holds dots itself ("kv0.5") is found too. None when there is none."""
+    if isinstance(data, list):
+        head, _, rest = key.partition(".")
+        if not head.isdigit() or int(head) >= len(data):
+            return None
+        return _lookup(data[int(head)], rest) if rest else data[int(head)]
+    if not isinstance(data, dict):
+        return None
+    if key in data:
+        return data[key]
+    for cut in (i for i, character in enumerate(key) if character == "."):
+        if key[:cut] in data and (found := _lookup(data[key[:cut]], key[cut + 1 :])) is not None:
+            return found
+    return None
+
+
+def filled_files(root: Root) -> Iterator[tuple[Path, str, str]]:
+    """(path, text now, text filled) of every Markdown file and English notebook. notebooks/zh is built, not filled."""
+    for path in markdown_files(root):
+        now = path.read_text(encoding="utf-8")
+        yield path, now, fill_values(now, root.results, root.show(path))
+    for path in root.notebooks():
+        now = path.read_text(encoding="utf-8")
+        notebook = nbformat.reads(now, as_version=4)
+        changed = False
+        for cell in notebook.cells:
+            if cell.cell_type == "markdown":
+                filled = fill_values(cell.source, root.results, f"{root.show(path)} cell {cell.get('id')}")
+                changed |= filled != cell.source
+                cell.source = filled
+        yield path, now, nbformat.writes(notebook) + "\n" if changed else now
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments not in (["fill"], ["check"]):
+        print("usage: python -m nanopd.course.numbers fill|check", file=sys.stderr)
+        return 2
+    root = Root.find()
+    try:
+        files = list(filled_files(root))
+    except CourseError as error:
+        print(f"numbers: {error}", file=sys.stderr)
+        return 1
+    stale = [(path, filled) for path, now, filled in files if now != filled]
+    for path, filled in stale:
+        if arguments == ["fill"]:
+            write_if_changed(path, filled)
+            print(f"filled {root.show(path)}")
+        else:
+            print(f"{root.show(path)}: a number differs from docs/results; run the fill command", file=sys.stderr)
+    return 1 if stale and arguments == ["check"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
