@@ -44,6 +44,10 @@ class DuplicateRequestError(InvalidRequestError):
     """A request with this id is still in flight."""
 
 
+class IllegalTransitionError(NanoPDError, RuntimeError):
+    """A request cannot go from its state to that one, or the engine's steps were driven out of order."""
+
+
 class EngineClosedError(NanoPDError, RuntimeError):
     """The engine was closed; it accepts no more work."""
 
