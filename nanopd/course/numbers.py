@@ -6,8 +6,9 @@ In any Markdown text (docs, README, notebook cells) a measured number is written
 
 ``file#key`` names a JSON file under docs/results and a dotted key (looked up under "values" first, then at the top;
 list items by index). Terms can be joined with ``* / + -`` (spaces around; evaluated left to right) and plain numbers:
-``a.json#x / a.json#y:.1f``. The format after the last colon is Python's. ``python -m nanopd.course.numbers fill`` writes
-the values in; ``check`` fails when one differs from its source or names something that does not exist.
+``a.json#x / a.json#y:.1f``. The format after the last colon is Python's. A marker right after a backtick is an example
+in code and is left alone. ``python -m nanopd.course.numbers fill`` writes the values in; ``check`` fails when one
+differs from its source or names something that does not exist.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import nbformat
 from nanopd.course.texts import Root, markdown_files, write_if_changed
 from nanopd.errors import CourseError
 
-MARKER = re.compile(r"<!--r:(?P<expression>[^>]*?):(?P<format>[^:>]*)-->(?P<value>.*?)<!--/r-->", re.DOTALL)
-_OPENING = re.compile(r"<!--\s*/?r\b[^>]*-->")
+MARKER = re.compile(r"(?<!`)<!--r:(?P<expression>[^>]*?):(?P<format>[^:>]*)-->(?P<value>.*?)<!--/r-->", re.DOTALL)
+_OPENING = re.compile(r"(?<!`)<!--\s*r\b")
 _OPERATORS: dict[str, Callable[[float, float], float]] = {
     "*": operator.mul,
     "/": operator.truediv,
@@ -46,7 +47,8 @@ def fill_values(text: str, results: Path, where: str = "text") -> str:
     Raises:
         CourseError: a file or key does not exist, is no number, or the marker is malformed.
     """
-    if len(_OPENING.findall(text)) != 2 * len(MARKER.findall(text)):
+    found = list(MARKER.finditer(text))
+    if len(_OPENING.findall(text)) != len(found) or any("<!--" in match["value"] for match in found):
         raise CourseError(f"{where}: malformed result marker; write <!--r:file.json#key:.2f-->value<!--/r-->")
 
     def render(match: re.Match[str]) -> str:

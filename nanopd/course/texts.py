@@ -46,11 +46,12 @@ class Root:
     def chinese(self, path: Path) -> Path:
         """The Chinese twin of an English notebook, chapter or README."""
         relative = path.relative_to(self.path)
-        if relative.parts[0] == "notebooks":
-            return self.path / "notebooks" / "zh" / relative.name
-        if relative.parts[:2] == ("docs", "en"):
+        folder, name = relative.parent.as_posix(), relative.name
+        if folder == "notebooks" and name.endswith(".ipynb"):
+            return self.path / "notebooks" / "zh" / name
+        if relative.parts[:2] == ("docs", "en") and name.endswith(".md"):
             return self.path.joinpath("docs", "zh", *relative.parts[2:])
-        if relative.name == "README.md" and len(relative.parts) == 1:
+        if (folder, name) == (".", "README.md"):
             return self.path / "README.zh.md"
         raise CourseError(f"{relative} has no Chinese edition")
 
