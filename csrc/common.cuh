@@ -94,28 +94,30 @@ template <typename T> __device__ __forceinline__ uint4 pack8(const float (&in)[8
 
 // ---- reductions -----------------------------------------------------------------------------------------------------
 
-// Over groups of WIDTH neighbouring lanes (a power of two); every lane of the group gets the result.
-template <int WIDTH = WARP> __device__ __forceinline__ float warp_sum(float x) {
+// (Template parameters are lower case: upper-case names are left to -D macros.)
+//
+// Over groups of `width` neighbouring lanes (a power of two); every lane of the group gets the result.
+template <int width = WARP> __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
-  for (int step = WIDTH / 2; step > 0; step /= 2) x += __shfl_xor_sync(FULL_MASK, x, step);
+  for (int step = width / 2; step > 0; step /= 2) x += __shfl_xor_sync(FULL_MASK, x, step);
   return x;
 }
-template <int WIDTH = WARP> __device__ __forceinline__ float warp_max(float x) {
+template <int width = WARP> __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
-  for (int step = WIDTH / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, step));
+  for (int step = width / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, step));
   return x;
 }
 
-// Over all THREADS threads of the block. `scratch` is shared memory for THREADS / 32 floats. Every thread must call it.
-template <int THREADS> __device__ __forceinline__ float block_sum(float x, float* scratch) {
-  constexpr int WARPS = THREADS / WARP;
+// Over all `threads` threads of the block. `scratch` is shared memory for threads / 32 floats. Every thread must call it.
+template <int threads> __device__ __forceinline__ float block_sum(float x, float* scratch) {
+  constexpr int warps = threads / WARP;
   x = warp_sum(x);
-  if (WARPS == 1) return x;
+  if (warps == 1) return x;
   if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = x;
   __syncthreads();
   float total = 0.f;
 #pragma unroll
-  for (int w = 0; w < WARPS; ++w) total += scratch[w];
+  for (int w = 0; w < warps; ++w) total += scratch[w];
   __syncthreads();  // scratch may be reused by the next call
   return total;
 }

@@ -1,0 +1,272 @@
+"""The kernels of csrc/ behind the Ops interface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, overload
+
+import torch
+from torch import Tensor
+
+from nanopd.errors import UnsupportedShapeError
+from nanopd.ops import checks
+from nanopd.ops.compiler import KernelLibrary
+from nanopd.ops.launch import Kernel
+
+if TYPE_CHECKING:
+    from nanopd.ops.attention import PagedAttention
+
+SCALARS: Mapping[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+_VEC = 8  # 16-bit elements in 16 bytes
+_MOVE_TILE = 256 * 4  # vectors per thread block of move_blocks.cu
+_LONGEST_ROW = 8 * 1024 * 16  # rms_norm.cu keeps a row in the registers of 1024 threads, 16 vectors each
+
+
+class CudaOps:
+    """CUDA kernels of one device, compiled when a shape is first met and kept.
+
+    Supports bfloat16 and float16. Tensors must be aligned to 16 bytes, as torch allocates them and as rows of a fused
+    qkv matrix are whenever the head dimension is a multiple of 8.
+
+    Args:
+        device: a CUDA device.
+
+    Raises:
+        CudaUnavailableError: no such GPU, or cuda-core is missing.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.library = KernelLibrary(torch.device(device))
+        self.device = self.library.device
+        self._kernels: dict[tuple[object, ...], Kernel] = {}
+        self._attention: PagedAttention | None = None
+
+    # --- attention ---------------------------------------------------------------------------------------------
+
+    @property
+    def attention(self) -> PagedAttention:
+        """The attention kernels, all variants; built on first use."""
+        if self._attention is None:
+            from nanopd.ops.attention import PagedAttention
+
+            self._attention = PagedAttention(self.library)
+        return self._attention
+
+    def paged_decode_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        checks.decode_attention(q, k_cache, v_cache, block_tables, context_lens, out)
+        return self.attention.decode(q, k_cache, v_cache, block_tables, context_lens, scale, out)
+
+    def paged_prefill_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        cu_seqlens_q: Tensor,
+        context_lens: Tensor,
+        max_seqlen_q: int,
+        scale: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        checks.prefill_attention(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, out)
+        return self.attention.prefill(
+            q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, max_seqlen_q, scale, out
+        )
+
+    # --- the KV cache ------------------------------------------------------------------------------------------
+
+    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+        checks.store_kv(k, v, k_cache, v_cache, slot_mapping)
+        num_tokens, num_heads, head_dim = k.shape
+        if num_tokens == 0:
+            return
+        k_stride, v_stride = k.stride(0), v.stride(0)
+        self._check_scalar(k_cache)
+        _check_vectors("k and v", k.data_ptr() | v.data_ptr(), num_heads * head_dim, k_stride, v_stride)
+        row_vecs = num_heads * head_dim // _VEC
+        kernel = self._kernel("store_kv.cu", "store_kv", ROW_VECS=row_vecs)
+        grid = -(-num_tokens * row_vecs // 256)
+        kernel(grid, 256, k, v, k_cache, v_cache, slot_mapping, num_tokens, k_stride, v_stride)
+
+    def copy_blocks(self, kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+        checks.copy_blocks(kv_cache, src, dst)
+        self._move_blocks("copy_blocks", kv_cache, src.shape[0], kv_cache, src, dst)
+
+    def gather_blocks(self, kv_cache: Tensor, block_ids: Tensor, out: Tensor | None = None) -> Tensor:
+        checks.move_blocks(kv_cache, block_ids, out)
+        if out is None:
+            shape = (*kv_cache.shape[:2], block_ids.shape[0], *kv_cache.shape[3:])
+            out = torch.empty(shape, dtype=kv_cache.dtype, device=kv_cache.device)
+        self._move_blocks("gather_blocks", kv_cache, block_ids.shape[0], kv_cache, out, block_ids)
+        return out
+
+    def scatter_blocks(self, staging: Tensor, kv_cache: Tensor, block_ids: Tensor) -> None:
+        checks.move_blocks(kv_cache, block_ids, staging)
+        self._move_blocks("scatter_blocks", kv_cache, block_ids.shape[0], kv_cache, staging, block_ids)
+
+    def _move_blocks(self, function: str, kv_cache: Tensor, num_moved: int, *tensors: Tensor) -> None:
+        if num_moved == 0:
+            return
+        self._check_scalar(kv_cache)
+        num_layers, _, num_blocks, block_size, num_heads, head_dim = kv_cache.shape
+        block_elements = block_size * num_heads * head_dim
+        _check_vectors("kv_cache", kv_cache.data_ptr(), block_elements)
+        planes = 2 * num_layers
+        kernel = self._kernel("move_blocks.cu", function, BLOCK_VECS=block_elements // _VEC)
+        grid = -(-num_moved * planes * block_elements // (_VEC * _MOVE_TILE))
+        kernel(grid, 256, *tensors, num_moved, planes, num_blocks)
+
+    # --- between the matrix products ---------------------------------------------------------------------------
+
+    @overload
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: None = None) -> Tensor: ...
+
+    @overload
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        checks.rms_norm(x, weight, residual)
+        scalar = self._check_scalar(x)
+        row = x.shape[-1]
+        heads, stride = _rows_of(x)
+        _check_vectors("x", x.data_ptr() | weight.data_ptr(), row, stride)
+        normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        total = None
+        if residual is not None:
+            if not residual.is_contiguous():
+                raise UnsupportedShapeError(f"residual has strides {residual.stride()}; it must be contiguous")
+            _check_vectors("residual", residual.data_ptr(), row)
+            total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        rows = x.numel() // row
+        if rows:
+            threads, group = _norm_threads(row)
+            kernel = self._kernel(
+                "rms_norm.cu",
+                "rms_norm",
+                SCALAR=scalar,
+                ROW=row,
+                RESIDUAL=int(total is not None),
+                THREADS=threads,
+                GROUP=group,
+            )
+            grid = -(-rows * group // threads)
+            kernel(grid, threads, x, weight, residual, normed, total, rows, heads, stride, float(eps))
+        return normed if total is None else (normed, total)
+
+    def rope(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+        checks.rope(q, k, positions, cos_sin)
+        num_tokens, q_heads, head_dim = q.shape
+        if num_tokens == 0:
+            return
+        if cos_sin.dtype is not torch.float32:
+            raise UnsupportedShapeError(f"cos_sin is {cos_sin.dtype}; torch.float32 is needed")
+        if head_dim % (2 * _VEC):
+            raise UnsupportedShapeError(f"head dimension {head_dim} is not a multiple of {2 * _VEC}")
+        k_heads, q_stride, k_stride = k.shape[1], q.stride(0), k.stride(0)
+        _check_vectors("q and k", q.data_ptr() | k.data_ptr(), head_dim, q_stride, k_stride)
+        half_vecs = head_dim // (2 * _VEC)
+        scalar = self._check_scalar(q)
+        kernel = self._kernel("rope.cu", "rope", SCALAR=scalar, HEAD_DIM=head_dim, HALF_VECS=half_vecs)
+        grid = -(-num_tokens * (q_heads + k_heads) * half_vecs // 128)
+        kernel(grid, 128, q, k, positions, cos_sin, num_tokens, q_heads, k_heads, q_stride, k_stride)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        checks.silu_mul(gate_up)
+        num_tokens, width = gate_up.shape
+        half = width // 2
+        scalar = self._check_scalar(gate_up)
+        _check_vectors("gate_up", gate_up.data_ptr(), half)
+        out = torch.empty((num_tokens, half), dtype=gate_up.dtype, device=gate_up.device)
+        if num_tokens:
+            vecs = num_tokens * half // _VEC
+            kernel = self._kernel("silu_mul.cu", "silu_mul", SCALAR=scalar, OUT_VECS=half // _VEC)
+            kernel(-(-vecs // 256), 256, gate_up, out, vecs)
+        return out
+
+    # --- shared ------------------------------------------------------------------------------------------------
+
+    def _kernel(self, file: str, function: str, **defines: object) -> Kernel:
+        key = (function, *defines.values())
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            kernel = self._kernels[key] = self.library.get(file, function, defines)
+        return kernel
+
+    def _check_scalar(self, x: Tensor) -> str:
+        scalar = SCALARS.get(x.dtype)
+        if scalar is None:
+            raise UnsupportedShapeError(f"dtype {x.dtype} has no CUDA kernels; use torch.bfloat16 or torch.float16")
+        if x.get_device() != self.device.index:
+            raise UnsupportedShapeError(f"a tensor lies on {x.device}; these kernels run on {self.device}")
+        return scalar
+
+
+def _check_vectors(name: str, addresses: int, *elements: int) -> None:
+    """Every address is a multiple of 16 bytes, every count or stride one of 8 elements."""
+    if addresses % 16:
+        raise UnsupportedShapeError(f"{name} is not aligned to 16 bytes")
+    for count in elements:
+        if count % _VEC:
+            raise UnsupportedShapeError(f"{name} has a row size or stride of {count}, not a multiple of {_VEC}")
+
+
+def _rows_of(x: Tensor) -> tuple[int, int]:
+    """How to find the rows of x: row r starts at (r // heads) * stride + (r % heads) * row_size. (heads, stride)"""
+    row = x.shape[-1]
+    if x.is_contiguous():
+        return 1, row
+    if x.dim() == 2:
+        return 1, x.stride(0)
+    if x.dim() == 3 and x.stride(1) == row:
+        return x.shape[1], x.stride(0)
+    raise UnsupportedShapeError(
+        f"x has shape {tuple(x.shape)} and strides {x.stride()}; only token rows may be strided"
+    )
+
+
+def _norm_threads(row: int) -> tuple[int, int]:
+    """Threads per block and lanes per row of rms_norm.cu.
+
+    Rows up to 256 elements share a warp or take one. Longer rows take a block with two vectors per thread, so that its
+    loads overlap; a row too long for that in 1024 threads takes more per thread.
+    """
+    if row > _LONGEST_ROW:
+        raise UnsupportedShapeError(f"rms_norm over {row} elements; the limit is {_LONGEST_ROW}")
+    vecs = row // _VEC
+    if vecs <= 32:
+        return 128, 1 << max(0, (vecs - 1).bit_length())
+    threads = min(1024, max(64, -(-vecs // 2) + 31 & ~31))
+    return threads, threads
+
+
+def variants() -> Iterator[tuple[str, str, dict[str, object]]]:
+    """(file, function, defines) of what CudaOps compiles for the shape presets and for odd sizes; CI compiles these."""
+    for row_vecs in (16, 24, 128):  # one head of 128, SmolLM2's 3 x 64, eight heads of 128
+        yield "store_kv.cu", "store_kv", {"ROW_VECS": row_vecs}
+        for function in ("copy_blocks", "gather_blocks", "scatter_blocks"):
+            yield "move_blocks.cu", function, {"BLOCK_VECS": 16 * row_vecs}
+    for scalar in SCALARS.values():
+        for row in (64, 96, 128, 256, 576, 896, 1024, 1536, 2048, 4096, 5120, 8192):
+            threads, group = _norm_threads(row)
+            shared = {"SCALAR": scalar, "ROW": row, "THREADS": threads, "GROUP": group}
+            yield "rms_norm.cu", "rms_norm", {**shared, "RESIDUAL": 0}
+            yield "rms_norm.cu", "rms_norm", {**shared, "RESIDUAL": 1}
+        for head_dim in checks.HEAD_DIMS:
+            half_vecs = head_dim // (2 * _VEC)
+            yield "rope.cu", "rope", {"SCALAR": scalar, "HEAD_DIM": head_dim, "HALF_VECS": half_vecs}
+        for out_vecs in (1536 // _VEC, 12288 // _VEC):
+            yield "silu_mul.cu", "silu_mul", {"SCALAR": scalar, "OUT_VECS": out_vecs}

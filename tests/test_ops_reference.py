@@ -1,0 +1,251 @@
+"""ReferenceOps against an independent oracle: dense float64 attention, positions looked up one by one."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nanopd.errors import CudaUnavailableError, UnsupportedShapeError
+from nanopd.ops import get_ops
+from nanopd.ops.reference import ReferenceOps, _decode_groups
+
+OPS = ReferenceOps()
+F64 = torch.float64  # the oracle's dtype
+
+
+class PagedBatch:
+    """Random ragged sequences in a paged cache whose every unused slot holds NaN.
+
+    ``keys[s]``, ``values[s]`` are the dense [context, Hkv, D] originals that the oracle reads.
+    """
+
+    def __init__(self, contexts: list[int], chunks: list[int], hkv: int, group: int, head_dim: int, block_size: int):
+        rng = random.Random(f"{contexts}{chunks}{hkv}{group}{head_dim}{block_size}")
+        gen = torch.Generator().manual_seed(rng.randrange(2**31))
+        self.contexts, self.chunks = contexts, chunks
+        blocks = [math.ceil(c / block_size) for c in contexts]
+        pool = list(range(sum(blocks) + 3))
+        rng.shuffle(pool)
+        shape = (len(pool), block_size, hkv, head_dim)
+        self.k_cache = torch.full(shape, float("nan"), dtype=F64)
+        self.v_cache = torch.full(shape, float("nan"), dtype=F64)
+        self.block_tables = torch.zeros(len(contexts), max([1, *blocks]), dtype=torch.int32)
+        self.keys, self.values = [], []
+        for s, context in enumerate(contexts):
+            mine = [pool.pop() for _ in range(blocks[s])]
+            self.block_tables[s, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
+            key = torch.randn(context, hkv, head_dim, dtype=F64, generator=gen)
+            value = torch.randn(context, hkv, head_dim, dtype=F64, generator=gen)
+            for position in range(context):
+                block, offset = mine[position // block_size], position % block_size
+                self.k_cache[block, offset] = key[position]
+                self.v_cache[block, offset] = value[position]
+            self.keys.append(key)
+            self.values.append(value)
+        self.q = torch.randn(sum(chunks), hkv * group, head_dim, dtype=F64, generator=gen)
+        self.context_lens = torch.tensor(contexts, dtype=torch.int32)
+        self.cu_seqlens_q = torch.tensor([0, *torch.tensor(chunks).cumsum(0).tolist()], dtype=torch.int32)
+
+    def oracle(self, scale: float) -> Tensor:
+        """Row by row, head by head."""
+        out = torch.zeros_like(self.q)
+        row = 0
+        for s, (context, chunk) in enumerate(zip(self.contexts, self.chunks)):
+            for i in range(chunk):
+                visible = context - chunk + i + 1
+                for head in range(self.q.shape[1]):
+                    if visible > 0:
+                        kv_head = head * self.keys[s].shape[1] // self.q.shape[1]
+                        scores = self.keys[s][:visible, kv_head] @ self.q[row, head] * scale
+                        weights = torch.exp(scores - scores.max())
+                        out[row, head] = (weights / weights.sum()) @ self.values[s][:visible, kv_head]
+                row += 1
+        return out
+
+
+SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 4), st.sampled_from([64, 96]), st.sampled_from([8, 16, 32]))
+
+
+@settings(max_examples=25, deadline=None)
+@given(SHAPES, st.lists(st.integers(0, 70), min_size=1, max_size=6))
+def test_decode_matches_dense_attention(shape: tuple[int, int, int, int], contexts: list[int]) -> None:
+    batch = PagedBatch(contexts, [1] * len(contexts), *shape)
+    out = torch.full_like(batch.q, float("nan"))
+    result = OPS.paged_decode_attention(
+        batch.q, batch.k_cache, batch.v_cache, batch.block_tables, batch.context_lens, 0.2, out
+    )
+    assert result.data_ptr() == out.data_ptr()
+    torch.testing.assert_close(out, batch.oracle(0.2), rtol=1e-10, atol=1e-10)
+
+
+@settings(max_examples=25, deadline=None)
+@given(SHAPES, st.lists(st.tuples(st.integers(1, 20), st.integers(0, 40)), min_size=1, max_size=4))
+def test_prefill_matches_dense_attention(shape: tuple[int, int, int, int], parts: list[tuple[int, int]]) -> None:
+    chunks = [chunk for chunk, _ in parts]
+    batch = PagedBatch([chunk + prefix for chunk, prefix in parts], chunks, *shape)
+    out = torch.full_like(batch.q, float("nan"))
+    OPS.paged_prefill_attention(
+        batch.q, batch.k_cache, batch.v_cache, batch.block_tables, batch.cu_seqlens_q, batch.context_lens,
+        max(chunks), 0.2, out,
+    )  # fmt: skip
+    torch.testing.assert_close(out, batch.oracle(0.2), rtol=1e-10, atol=1e-10)
+
+
+def test_prefill_of_many_query_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanopd.ops.reference._QUERY_TILE", 7)
+    batch = PagedBatch([45, 40], [30, 40], 1, 2, 64, 8)
+    result = OPS.paged_prefill_attention(
+        batch.q, batch.k_cache, batch.v_cache, batch.block_tables, batch.cu_seqlens_q, batch.context_lens, 40, 0.2
+    )
+    torch.testing.assert_close(result, batch.oracle(0.2), rtol=1e-10, atol=1e-10)
+
+
+def test_prefill_of_empty_context_gives_zeros() -> None:
+    batch = PagedBatch([0, 5], [2, 5], 1, 1, 64, 8)
+    result = OPS.paged_prefill_attention(
+        batch.q, batch.k_cache, batch.v_cache, batch.block_tables, batch.cu_seqlens_q, batch.context_lens, 5, 0.2
+    )
+    assert (result[:2] == 0).all()
+    assert not result.isnan().any()
+
+
+@given(st.lists(st.integers(0, 20_000), max_size=30))
+def test_decode_groups_cover_the_batch_in_order(lens: list[int]) -> None:
+    groups = list(_decode_groups(lens))
+    assert [b for start, stop, _ in groups for b in range(start, stop)] == list(range(len(lens)))
+    for start, stop, longest in groups:
+        assert longest == max(lens[start:stop])
+        assert longest == 0 or min(lens[start:stop]) > 0
+        assert stop - start == 1 or (stop - start) * longest <= 2 * sum(lens[start:stop])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_stays_close_to_float64(dtype: torch.dtype) -> None:
+    batch = PagedBatch([33, 7, 64], [1, 1, 1], 3, 3, 64, 16)
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    args = [x.to(dtype) for x in (batch.q, batch.k_cache, batch.v_cache)]
+    result = OPS.paged_decode_attention(*args, batch.block_tables, batch.context_lens, 0.125)
+    assert result.dtype is dtype
+    torch.testing.assert_close(result.double(), batch.oracle(0.125), rtol=tolerance, atol=tolerance)
+
+
+def test_attention_reads_strided_query_rows() -> None:
+    batch = PagedBatch([20, 3], [1, 1], 2, 2, 64, 8)
+    fused = torch.full((2, 8 * 64), float("nan"), dtype=F64)
+    q = fused[:, : 4 * 64].view(2, 4, 64)
+    q.copy_(batch.q)
+    result = OPS.paged_decode_attention(q, batch.k_cache, batch.v_cache, batch.block_tables, batch.context_lens, 0.2)
+    assert result.is_contiguous()
+    torch.testing.assert_close(result, batch.oracle(0.2), rtol=1e-10, atol=1e-10)
+
+
+def test_store_kv_writes_its_slots_and_nothing_else() -> None:
+    fused = torch.randn(5, 6 * 64, dtype=F64)
+    k, v = fused[:, 128:256].view(5, 2, 64), fused[:, 256:].view(5, 2, 64)
+    k_cache = torch.full((4, 8, 2, 64), float("nan"), dtype=F64)
+    v_cache = k_cache.clone()
+    slots = [17, -1, 3, 31, -1]
+    OPS.store_kv(k, v, k_cache, v_cache, torch.tensor(slots))
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        flat = cache.view(32, 2, 64)
+        for token, slot in enumerate(slots):
+            if slot >= 0:
+                assert torch.equal(flat[slot], rows[token])
+        untouched = [slot for slot in range(32) if slot not in slots]
+        assert flat[untouched].isnan().all()
+
+
+def test_block_copies() -> None:
+    cache = torch.randn(3, 2, 10, 8, 2, 64)
+    before = cache.clone()
+    ids = torch.tensor([7, 2, 9])
+    staging = OPS.gather_blocks(cache, ids)
+    for i, block in enumerate([7, 2, 9]):
+        assert torch.equal(staging[:, :, i], before[:, :, block])
+    out = torch.full_like(staging, float("nan"))
+    assert OPS.gather_blocks(cache, ids, out).data_ptr() == out.data_ptr()
+    assert torch.equal(out, staging)
+    target = torch.zeros_like(cache)
+    OPS.scatter_blocks(staging, target, ids)
+    assert torch.equal(target[:, :, ids], before[:, :, ids])
+    assert (target[:, :, [0, 1, 3, 4, 5, 6, 8]] == 0).all()
+    OPS.copy_blocks(cache, torch.tensor([1, 1]), torch.tensor([0, 5]))
+    assert torch.equal(cache[:, :, 0], before[:, :, 1]) and torch.equal(cache[:, :, 5], before[:, :, 1])
+    assert torch.equal(cache[:, :, [1, 2, 3, 4, 6, 7, 8, 9]], before[:, :, [1, 2, 3, 4, 6, 7, 8, 9]])
+
+
+def test_rms_norm_by_hand() -> None:
+    x, weight, residual = torch.randn(4, 96, dtype=F64), torch.randn(96, dtype=F64), torch.randn(4, 96, dtype=F64)
+
+    def expected(rows: Tensor) -> Tensor:
+        return torch.stack([r / math.sqrt(sum(float(v) ** 2 for v in r) / 96 + 1e-5) * weight for r in rows])
+
+    torch.testing.assert_close(OPS.rms_norm(x, weight, 1e-5), expected(x), rtol=1e-12, atol=1e-12)
+    before = x.clone()
+    normed, total = OPS.rms_norm(x, weight, 1e-5, residual)
+    assert torch.equal(total, before + residual) and torch.equal(x, before)
+    torch.testing.assert_close(normed, expected(before + residual), rtol=1e-12, atol=1e-12)
+
+
+def test_rms_norm_takes_strided_heads() -> None:
+    fused = torch.randn(5, 6 * 64)
+    heads = fused[:, 64:192].view(5, 2, 64)
+    weight = torch.randn(64)
+    torch.testing.assert_close(OPS.rms_norm(heads, weight, 1e-6), OPS.rms_norm(heads.contiguous(), weight, 1e-6))
+
+
+def test_rope_turns_pairs_by_their_angle() -> None:
+    tokens, half = 6, 32
+    fused = torch.randn(tokens, 4 * 64, dtype=F64)
+    q, k = fused[:, :128].view(tokens, 2, 64), fused[:, 128:192].view(tokens, 1, 64)
+    before = fused.clone()
+    positions = torch.tensor([0, 5, 1, 9, 9, 3])
+    angles = torch.outer(torch.arange(10, dtype=F64), 10000 ** (-torch.arange(half, dtype=F64) / half))
+    OPS.rope(q, k, positions, torch.cat([angles.cos(), angles.sin()], dim=1))
+    for x, start in ((q, 0), (k, 128)):
+        old = before[:, start : start + x.shape[1] * 64].view(tokens, -1, 64)
+        rotation = torch.polar(torch.ones_like(angles), angles)[positions].unsqueeze(1)
+        turned = torch.complex(old[..., :half], old[..., half:]) * rotation
+        torch.testing.assert_close(x, torch.cat([turned.real, turned.imag], dim=-1), rtol=1e-12, atol=1e-12)
+    assert torch.equal(fused[:, 192:], before[:, 192:])
+
+
+def test_silu_mul_by_hand() -> None:
+    x = torch.randn(3, 10, dtype=F64)
+    expected = x[:, :5] / (1 + torch.exp(-x[:, :5])) * x[:, 5:]
+    torch.testing.assert_close(OPS.silu_mul(x), expected, rtol=1e-12, atol=1e-12)
+    half = x.bfloat16()
+    torch.testing.assert_close(OPS.silu_mul(half).double(), OPS.silu_mul(half.double()), rtol=5e-3, atol=1e-6)
+
+
+def test_unsupported_arguments_name_value_and_limit() -> None:
+    cache = torch.zeros(4, 12, 2, 64)
+    k = torch.zeros(3, 2, 64)
+    with pytest.raises(UnsupportedShapeError, match=r"block size 12 .* multiple of 8"):
+        OPS.store_kv(k, k, cache, cache, torch.zeros(3, dtype=torch.int64))
+    cache = torch.zeros(4, 8, 2, 64)
+    with pytest.raises(UnsupportedShapeError, match=r"torch.int32.*torch.int64"):
+        OPS.store_kv(k, k, cache, cache, torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(UnsupportedShapeError, match=r"bfloat16.*float32"):
+        OPS.store_kv(k.bfloat16(), k, cache, cache, torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(UnsupportedShapeError, match=r"3 query heads.*2 key"):
+        tables = torch.zeros(3, 1, dtype=torch.int32)
+        OPS.paged_decode_attention(torch.zeros(3, 3, 64), cache, cache, tables, torch.ones(3, dtype=torch.int32), 1.0)
+    with pytest.raises(UnsupportedShapeError, match="2 rows for 3 sequences"):
+        tables = torch.zeros(2, 1, dtype=torch.int32)
+        OPS.paged_decode_attention(torch.zeros(3, 2, 64), cache, cache, tables, torch.ones(3, dtype=torch.int32), 1.0)
+
+
+def test_get_ops() -> None:
+    assert get_ops("cpu").name == "reference"
+    if not torch.cuda.is_available():
+        with pytest.raises(CudaUnavailableError, match="sees no CUDA GPU"):
+            get_ops("cuda")
+    with pytest.raises(UnsupportedShapeError, match="meta"):
+        get_ops("meta")
