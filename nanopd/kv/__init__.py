@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nanopd.kv.block_manager import BlockManager
     from nanopd.kv.block_table import BlockInfo, BlockLease, BlockTable, PoolSnapshot
-    from nanopd.kv.cache import KVCache, LayoutFingerprint
+    from nanopd.kv.cache import KVCache, block_bytes, num_blocks_for
+    from nanopd.kv.fingerprint import LayoutFingerprint
     from nanopd.kv.prefix_cache import PrefixCache
 
 _HOME = {
@@ -17,9 +18,11 @@ _HOME = {
     "BlockManager": "block_manager",
     "BlockTable": "block_table",
     "KVCache": "cache",
-    "LayoutFingerprint": "cache",
+    "LayoutFingerprint": "fingerprint",
     "PoolSnapshot": "block_table",
     "PrefixCache": "prefix_cache",
+    "block_bytes": "cache",
+    "num_blocks_for": "cache",
 }
 
 __all__ = [
@@ -31,6 +34,8 @@ __all__ = [
     "LayoutFingerprint",
     "PoolSnapshot",
     "PrefixCache",
+    "block_bytes",
+    "num_blocks_for",
 ]
 
 
