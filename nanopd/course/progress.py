@@ -24,7 +24,7 @@ except ImportError:  # Windows: one kernel at a time
 
 def cache_dir() -> Path:
     """The folder of everything nanopd keeps between runs (the same rule as the kernel and model caches)."""
-    return Path(os.environ.get("NANOPD_CACHE") or Path.home() / ".cache" / "nanopd").expanduser()
+    return Path(os.environ.get("NANOPD_CACHE") or Path.home() / ".cache" / "nanopd")
 
 
 @dataclass
