@@ -34,11 +34,13 @@ def hub_model(name: str) -> Path:
             f"{name} is gated: accept its licence on https://huggingface.co/{name}, then run: hf auth login"
         ) from error
     except RepositoryNotFoundError as error:
-        raise ModelLoadError(f"the Hugging Face hub has no model {name!r}, or it is private: {error}") from error
+        raise ModelLoadError(
+            f"the Hugging Face hub has no model {name!r}, or it is private and needs: hf auth login"
+        ) from error
     except LocalEntryNotFoundError as error:
         raise ModelLoadError(
-            f"{name} is not in the local cache and the Hugging Face hub cannot be reached ({error}). Go online, "
-            f"unset HF_HUB_OFFLINE, or on a machine that is online run: hf download {name} --local-dir FOLDER, "
+            f"{name} is not in the local cache and the Hugging Face hub cannot be reached. Go online (and unset "
+            f"HF_HUB_OFFLINE), or run on a machine that is online: hf download {name} --local-dir FOLDER, "
             "and pass FOLDER as the model"
         ) from error
     except Exception as error:  # HTTP and network errors of several libraries

@@ -74,7 +74,9 @@ class Transformer:
             x, residual = self._layer(layer, x, residual, batch, prefill_cu_seqlens, *kv_cache.layer(i))
             if after_layer is not None:
                 after_layer(i)
-        # Only wanted rows go on: a prefill chunk of 2,048 tokens needs one row of logits, or none.
+        if batch.logits_rows.shape[0] == 0:  # every chunk ends before its prompt does
+            return x.new_empty(0, self.config.vocab_size)
+        # Only wanted rows go on: a prefill chunk of 2,048 tokens needs one row of logits at most.
         x, residual = x[batch.logits_rows], residual[batch.logits_rows]
         x, _ = rms_norm(x, self.weights.final_norm, eps, residual)
         return linear(x, self.weights.lm_head)
