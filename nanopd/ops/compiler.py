@@ -249,7 +249,7 @@ class KernelLibrary:
             options: further compiler options.
             arch: compile for this instead of the device's arch, e.g. ``"sm_90a"`` for Hopper-only instructions.
         """
-        key = (file, function, tuple(sorted(defines.items())), tuple(options), arch)
+        key = (file, function, *defines.items(), tuple(options), arch)
         kernel = self._kernels.get(key)
         if kernel is None:
             source = (csrc_dir() / file).read_text()

@@ -65,7 +65,6 @@ class CudaOps:
         scale: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        checks.decode_attention(q, k_cache, v_cache, block_tables, context_lens, out)
         return self.attention.decode(q, k_cache, v_cache, block_tables, context_lens, scale, out)
 
     def paged_prefill_attention(
@@ -80,7 +79,6 @@ class CudaOps:
         scale: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        checks.prefill_attention(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, out)
         return self.attention.prefill(
             q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, max_seqlen_q, scale, out
         )

@@ -1,0 +1,302 @@
+"""The CUDA kernels between the matrix products, and the block movers, against PyTorch in float64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanopd.errors import UnsupportedShapeError
+from nanopd.ops import get_ops
+from nanopd.ops.cuda import CudaOps
+from nanopd.ops.reference import ReferenceOps
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+DTYPES = [torch.bfloat16, torch.float16]
+ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # half a unit in the last place, relative
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def ops() -> CudaOps:
+    made = get_ops("cuda")
+    assert isinstance(made, CudaOps)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def randn(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def assert_rounded(actual: Tensor, exact: Tensor, slack: float = 1e-5) -> None:
+    """``actual`` is ``exact`` (float64) up to one rounding to its dtype, plus float32 noise."""
+    assert not actual.isnan().any()
+    error = (actual.double() - exact).abs()
+    allowed = exact.abs() * (ULP[actual.dtype] * 1.02) + slack * exact.abs().mean() + 1e-7
+    worst = (error - allowed).max().item()
+    assert worst <= 0, f"off by {worst} beyond one rounding"
+
+
+def fused_qkv(tokens: int, hq: int, hkv: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    qkv = randn(tokens, (hq + 2 * hkv) * d, dtype=dtype)
+    q, k, v = qkv.split([hq * d, hkv * d, hkv * d], dim=1)
+    return qkv, q.view(tokens, hq, d), k.view(tokens, hkv, d), v.view(tokens, hkv, d)
+
+
+# --- the KV cache ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 7, 1000])
+@pytest.mark.parametrize(("hkv", "d"), [(1, 64), (3, 64), (8, 128), (2, 96), (5, 256)])
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_store_kv(ops: CudaOps, dtype: torch.dtype, tokens: int, hkv: int, d: int, block_size: int) -> None:
+    _, _, k, v = fused_qkv(tokens, 2 * hkv, hkv, d, dtype)
+    num_blocks = tokens // block_size + 5
+    k_cache = torch.full((num_blocks, block_size, hkv, d), NAN, dtype=dtype, device="cuda")
+    v_cache = k_cache.clone()
+    slots = torch.randperm(num_blocks * block_size)[:tokens]
+    slots[torch.rand(tokens) < 0.2] = -1
+    ops.store_kv(k, v, k_cache, v_cache, slots.cuda())
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        expected = torch.full((num_blocks * block_size, hkv, d), NAN, dtype=dtype)
+        kept = slots >= 0
+        expected[slots[kept]] = rows.cpu()[kept]
+        assert torch.equal(bits(cache.cpu().flatten()), bits(expected.flatten()))
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(torch.int16)
+
+
+@pytest.mark.parametrize("moved", [1, 3, 37])
+@pytest.mark.parametrize(("block_size", "hkv", "d"), [(8, 1, 64), (16, 3, 64), (16, 8, 128), (32, 2, 96), (8, 5, 256)])
+def test_block_movers(ops: CudaOps, moved: int, block_size: int, hkv: int, d: int) -> None:
+    cache = randn(3, 2, 80, block_size, hkv, d, dtype=torch.bfloat16)
+    before = cache.clone()
+    ids = torch.randperm(80, device="cuda")[: 2 * moved]
+    src, dst = ids[:moved].contiguous(), ids[moved:].contiguous()
+
+    out = torch.full((3, 2, moved, block_size, hkv, d), NAN, dtype=torch.bfloat16, device="cuda")
+    assert ops.gather_blocks(cache, src, out) is out
+    assert torch.equal(out, before[:, :, src])
+    assert torch.equal(ops.gather_blocks(cache, src), out)
+
+    target = torch.full_like(cache, NAN)
+    ops.scatter_blocks(out, target, dst)
+    expected = torch.full_like(cache, NAN)
+    expected[:, :, dst] = before[:, :, src]
+    assert torch.equal(bits(target), bits(expected))
+
+    ops.copy_blocks(cache, src, dst)
+    before[:, :, dst] = before[:, :, src]
+    assert torch.equal(cache, before)
+
+
+def test_copy_one_block_to_many(ops: CudaOps) -> None:
+    cache = randn(2, 2, 20, 16, 2, 64, dtype=torch.float16)
+    before = cache.clone()
+    dst = torch.tensor([3, 19, 0, 7], device="cuda")
+    ops.copy_blocks(cache, torch.full_like(dst, 5), dst)
+    before[:, :, dst] = before[:, :, [5]]
+    assert torch.equal(cache, before)
+
+
+def test_blocks_far_apart_need_64_bit_offsets(ops: CudaOps) -> None:
+    """A cache of more than 2^32 elements (9 GB), written at its far end."""
+    shape = (2, 2, 68_000, 16, 8, 128)
+    if torch.cuda.mem_get_info()[0] < 24e9:
+        pytest.skip("needs 24 GB of free GPU memory")
+    cache = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+    cache[:, :, -1] = randn(2, 2, 16, 8, 128, dtype=torch.bfloat16)
+    ids = torch.tensor([67_999], device="cuda")
+    ops.copy_blocks(cache, ids, ids - 2)
+    assert torch.equal(cache[:, :, -3], cache[:, :, -1])
+    assert torch.equal(ops.gather_blocks(cache, ids - 2)[:, :, 0], cache[:, :, -1])
+    k = randn(1, 8, 128, dtype=torch.bfloat16)
+    ops.store_kv(k, k, cache[1, 0], cache[1, 1], torch.tensor([67_999 * 16 + 15], device="cuda"))
+    assert torch.equal(cache[1, 1, -1, -1], k[0])
+
+
+# --- between the matrix products -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [8, 64, 96, 128, 256, 264, 576, 896, 1536, 4096, 5120, 8192, 20000])
+@pytest.mark.parametrize("rows", [1, 5, 129])
+def test_rms_norm(ops: CudaOps, dtype: torch.dtype, width: int, rows: int) -> None:
+    x, residual = randn(rows, width, dtype=dtype), randn(rows, width, dtype=dtype)
+    weight = randn(width, dtype=dtype)
+    exact = ReferenceOps().rms_norm(x.double(), weight.double(), 1e-6)
+    assert_rounded(ops.rms_norm(x, weight, 1e-6), exact)
+
+    kept = x.clone(), residual.clone()
+    normed, total = ops.rms_norm(x, weight, 1e-6, residual)
+    assert torch.equal(total, x + residual)
+    assert_rounded(normed, ReferenceOps().rms_norm(total.double(), weight.double(), 1e-6))
+    assert torch.equal(x, kept[0]) and torch.equal(residual, kept[1])
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_rms_norm_of_heads_in_a_fused_row(ops: CudaOps, d: int) -> None:
+    _, q, k, _ = fused_qkv(33, 6, 2, d, torch.bfloat16)
+    weight = randn(d, dtype=torch.bfloat16)
+    for heads in (q, k):
+        normed = ops.rms_norm(heads, weight, 1e-6)
+        assert normed.is_contiguous()
+        assert_rounded(normed, ReferenceOps().rms_norm(heads.double(), weight.double(), 1e-6))
+
+
+def test_rms_norm_of_large_values_does_not_overflow(ops: CudaOps) -> None:
+    x = torch.full((2, 4096), 60000.0, dtype=torch.float16, device="cuda")
+    assert_rounded(ops.rms_norm(x, torch.ones_like(x[0]), 1e-6), torch.ones_like(x).double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("hq", "hkv", "d"), [(9, 3, 64), (32, 8, 128), (4, 1, 96), (5, 5, 256)])
+@pytest.mark.parametrize("tokens", [1, 13, 700])
+def test_rope(ops: CudaOps, dtype: torch.dtype, hq: int, hkv: int, d: int, tokens: int) -> None:
+    qkv, q, k, _ = fused_qkv(tokens, hq, hkv, d, dtype)
+    angles = torch.outer(torch.arange(5000.0), 10000 ** (-torch.arange(d // 2) * 2 / d))
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).cuda()
+    positions = torch.randint(5000, (tokens,), device="cuda")
+    before = qkv.clone()
+    exact_q, exact_k = q.double(), k.double()
+    ReferenceOps().rope(exact_q, exact_k, positions, cos_sin.double())
+    ops.rope(q, k, positions, cos_sin)
+    assert_rounded(q, exact_q)
+    assert_rounded(k, exact_k)
+    values = (hq + hkv) * d
+    assert torch.equal(qkv[:, values:], before[:, values:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), [(1, 8), (3, 1536), (77, 12288), (1, 24), (513, 4864)])
+def test_silu_mul(ops: CudaOps, dtype: torch.dtype, tokens: int, width: int) -> None:
+    x = randn(tokens, 2 * width, dtype=dtype) * 4
+    assert_rounded(ops.silu_mul(x), ReferenceOps().silu_mul(x.double()))
+
+
+def test_silu_mul_saturates(ops: CudaOps) -> None:
+    x = torch.tensor([[-200.0] * 8 + [1.0] * 8, [200.0] * 8 + [1.0] * 8], dtype=torch.bfloat16, device="cuda")
+    assert torch.equal(ops.silu_mul(x)[0], torch.zeros_like(x[0, :8]))
+    assert torch.equal(ops.silu_mul(x)[1], x[1, :8])
+
+
+# --- the whole set -------------------------------------------------------------------------------------------------
+
+
+def test_random_ragged_sizes(ops: CudaOps) -> None:
+    rng = random.Random(1)
+    for _ in range(20):
+        tokens, hkv, d = rng.randint(1, 300), rng.randint(1, 6), rng.choice([64, 96, 128, 256])
+        block_size, group = rng.choice([8, 16, 24, 32]), rng.randint(1, 8)
+        _, _, k, v = fused_qkv(tokens, hkv * group, hkv, d, torch.bfloat16)
+        cache = torch.full((2, 2, 64, block_size, hkv, d), NAN, dtype=torch.bfloat16, device="cuda")
+        expected = cache.clone()
+        slots = torch.randperm(64 * block_size, device="cuda")[:tokens]
+        ops.store_kv(k, v, cache[1, 0], cache[1, 1], slots)
+        ReferenceOps().store_kv(k, v, expected[1, 0], expected[1, 1], slots)
+        ids = torch.randperm(64, device="cuda")[: rng.randint(1, 64)]
+        assert torch.equal(bits(cache), bits(expected))
+        assert torch.equal(bits(ops.gather_blocks(cache, ids)), bits(ReferenceOps().gather_blocks(expected, ids)))
+
+
+def test_no_tokens_is_no_launch(ops: CudaOps) -> None:
+    _, q, k, v = fused_qkv(0, 2, 1, 64, torch.bfloat16)
+    cache = torch.zeros(1, 2, 4, 8, 1, 64, dtype=torch.bfloat16, device="cuda")
+    none = torch.empty(0, dtype=torch.int64, device="cuda")
+    ops.store_kv(k, v, cache[0, 0], cache[0, 1], none)
+    ops.copy_blocks(cache, none, none)
+    assert ops.gather_blocks(cache, none).numel() == 0
+    ops.rope(q, k, none, torch.zeros(4, 64, device="cuda"))
+    assert ops.rms_norm(q, torch.ones(64, dtype=torch.bfloat16, device="cuda"), 1e-6).shape == q.shape
+    assert ops.silu_mul(torch.empty(0, 16, dtype=torch.bfloat16, device="cuda")).shape == (0, 8)
+    torch.cuda.synchronize()
+
+
+def test_one_graph_captures_every_op(ops: CudaOps) -> None:
+    """Captured once, replayed on new contents, compared with the same calls made eagerly."""
+    tokens, hq, hkv, d = 5, 4, 2, 64
+    qkv, q, k, v = fused_qkv(tokens, hq, hkv, d, torch.bfloat16)
+    cache = torch.zeros(1, 2, 8, 16, hkv, d, dtype=torch.bfloat16, device="cuda")
+    slots = torch.arange(tokens, device="cuda") + 16
+    positions = torch.arange(tokens, device="cuda")
+    tables = torch.tensor([[1]] * tokens, dtype=torch.int32, device="cuda")
+    lens = torch.arange(1, tokens + 1, dtype=torch.int32, device="cuda")
+    cos_sin = torch.rand(64, d, device="cuda")
+    weight = randn(hq * d, dtype=torch.bfloat16)
+    src, dst = torch.tensor([1], device="cuda"), torch.tensor([3], device="cuda")
+
+    def step() -> list[Tensor]:
+        ops.rope(q, k, positions, cos_sin)
+        ops.store_kv(k, v, cache[0, 0], cache[0, 1], slots)
+        attended = ops.paged_decode_attention(q, cache[0, 0], cache[0, 1], tables, lens, 0.125)
+        normed, total = ops.rms_norm(attended.view(tokens, -1), weight, 1e-6, q.reshape(tokens, -1))
+        ops.copy_blocks(cache, src, dst)
+        return [attended, normed, total, ops.silu_mul(normed), ops.gather_blocks(cache, dst)]
+
+    fresh = randn(*qkv.shape, dtype=torch.bfloat16)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()  # compiles and loads outside the capture
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    qkv.copy_(fresh)
+    graph.replay()
+    replayed = [x.clone() for x in captured]
+    qkv.copy_(fresh)
+    for ours, eager in zip(replayed, step()):
+        assert torch.equal(ours, eager)
+
+
+def test_ops_follow_the_current_stream(ops: CudaOps) -> None:
+    """On a side stream, behind a long kernel there: a launch on the wrong stream would read zeros."""
+    x = torch.zeros(64, 2 * 1024, dtype=torch.bfloat16, device="cuda")
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        x.fill_(1.0)
+        y = ops.silu_mul(x)
+    side.synchronize()
+    assert_rounded(y, torch.full_like(y, 1 / (1 + torch.exp(torch.tensor(-1.0)).item())).double(), slack=1e-2)
+
+
+def test_unsupported_shapes_raise_before_launch(ops: CudaOps) -> None:
+    with pytest.raises(UnsupportedShapeError, match="float32"):
+        ops.silu_mul(torch.zeros(2, 16, device="cuda"))
+    with pytest.raises(UnsupportedShapeError, match="12"):
+        ops.silu_mul(torch.zeros(2, 24, dtype=torch.bfloat16, device="cuda"))
+    with pytest.raises(UnsupportedShapeError, match="cpu"):
+        ops.silu_mul(torch.zeros(2, 16, dtype=torch.bfloat16))
+    with pytest.raises(UnsupportedShapeError, match="16 bytes"):
+        odd = torch.zeros(2 * 64 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(2, 1, 64)
+        cache = torch.zeros(4, 8, 1, 64, dtype=torch.bfloat16, device="cuda")
+        ops.store_kv(odd, odd, cache, cache, torch.zeros(2, dtype=torch.int64, device="cuda"))
+    with pytest.raises(UnsupportedShapeError, match="40"):
+        heads = torch.zeros(2, 1, 40, dtype=torch.bfloat16, device="cuda")
+        ops.rope(heads, heads, torch.zeros(2, dtype=torch.int64, device="cuda"), torch.zeros(4, 40, device="cuda"))
+    torch.cuda.synchronize()  # nothing is left broken
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_second_gpu_while_the_first_is_current() -> None:
+    other = get_ops("cuda:1")
+    x = torch.randn(4, 64, device="cuda:1").bfloat16()
+    assert torch.cuda.current_device() == 0
+    assert_rounded(other.silu_mul(x), ReferenceOps().silu_mul(x.double()))
