@@ -56,6 +56,10 @@ class StepFailedError(NanoPDError, RuntimeError):
     """A model step raised; the requests of that step failed, all others go on."""
 
 
+class NonFiniteLogitsError(NanoPDError, ArithmeticError):
+    """The model's output for a sequence has no finite maximum (NaN or infinity), so no token can be drawn."""
+
+
 # --- KV blocks -------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,243 @@
+"""ModelRunner: carries out a step's plan on the device. Copies first, then the forward pass, then one token each.
+
+The mechanism below the engine's loop: it decides nothing. Which tokens to compute is in the plan, and which token to
+draw follows from the logits, the request's parameters and its uniform number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanopd.engine.cuda_graphs import DecodeGraphs
+from nanopd.engine.inputs import InputPacker
+from nanopd.engine.request import Request
+from nanopd.engine.sampler import SamplingBatch, greedy_tokens, sample_tokens
+from nanopd.engine.scheduler import StepPlan
+from nanopd.engine.uniforms import uniforms
+from nanopd.errors import ConfigError, NonFiniteLogitsError
+from nanopd.kv.cache import KVCache
+from nanopd.model.batch import ForwardBatch
+from nanopd.ops.interface import Ops
+
+AfterLayer = Callable[[int], None]
+
+
+class Model(Protocol):
+    """What the runner needs of a model; ``nanopd.model.Transformer`` is one."""
+
+    def forward(
+        self, batch: ForwardBatch, kv_cache: KVCache, after_layer: AfterLayer | None = None
+    ) -> Tensor: ...  # [R, vocab]
+
+
+@dataclass
+class StepLogits:
+    """What a forward pass left on the device."""
+
+    logits: Tensor  # [R, vocab]
+    rows: list[int]  # for each chunk that somebody samples from, its row
+    greedy: Tensor | None  # [R] int64, if the forward pass computed it along the way
+
+
+class PendingStep:
+    """A step that has been launched; its tokens may not be there yet."""
+
+    def __init__(self, plan: StepPlan, tokens: Tensor | None) -> None:
+        """``tokens``: [number of samplers] int64 on the device, sent to the host here; None if nobody samples."""
+        self.plan = plan
+        self._tokens = tokens
+        self._arrived: torch.cuda.Event | None = None
+        if tokens is not None and tokens.device.type == "cuda":
+            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._tokens.copy_(tokens, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def wait(self) -> list[list[int]]:
+        """Block until the tokens are there. Returns one list of them per chunk, aligned with its samplers.
+
+        Raises NonFiniteLogitsError, naming the requests whose logits had no finite maximum.
+        """
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        flat = [] if self._tokens is None else self._tokens.tolist()
+        out, first = [], 0
+        for chunk in self.plan.chunks:
+            last = first + len(chunk.samplers)
+            out.append(flat[first:last])
+            first = last
+        if min(flat, default=0) < 0:
+            self._raise_non_finite(out)
+        return out
+
+    def _raise_non_finite(self, tokens: list[list[int]]) -> None:
+        bad = [
+            request.request_id
+            for chunk, drawn in zip(self.plan.chunks, tokens)
+            for request, token in zip(chunk.samplers, drawn)
+            if token < 0
+        ]
+        raise NonFiniteLogitsError(f"logits without a finite maximum for {len(bad)} request(s): {', '.join(bad)}")
+
+
+class ModelRunner:
+    """Runs plans on one device, on one stream. Everything it needs is passed in; several can live in one process.
+
+    Args:
+        model: weights on the device.
+        kv_cache: the pool that the plans' block ids point into.
+        ops: kernels of the device, for block copies.
+        max_num_seqs, max_num_batched_tokens, max_model_len: the largest step, as in ``SchedulerConfig``.
+        vocab_size: columns of the logits; only CUDA graphs need to know it beforehand.
+        enforce_eager: launch decode steps kernel by kernel instead of replaying CUDA graphs.
+        graph_sizes: batch sizes to capture; None for ``capture_sizes(max_num_seqs)``.
+        stream: run everything on this stream; None means whichever is current. A stream of an SM partition works.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv_cache: KVCache,
+        ops: Ops,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        vocab_size: int,
+        enforce_eager: bool = False,
+        graph_sizes: Sequence[int] | None = None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.ops = ops
+        self.device = kv_cache.device
+        self.stream = stream
+        self.graphs: DecodeGraphs | None = None
+        with self._on_device(), torch.inference_mode():
+            self.packer = InputPacker(
+                block_size=kv_cache.block_size,
+                max_blocks=-(-max_model_len // kv_cache.block_size),
+                max_num_seqs=max_num_seqs,
+                max_num_tokens=max_num_batched_tokens,
+                device=self.device,
+            )
+            if self.device.type == "cuda" and not enforce_eager:
+                self.graphs = DecodeGraphs(
+                    model.forward, kv_cache, self.packer, vocab_size=vocab_size, sizes=graph_sizes, stream=stream
+                )
+
+    def execute(self, plan: StepPlan) -> list[list[int]]:
+        """Run one step to its end. Returns one list of token ids per chunk, aligned with ``chunk.samplers``.
+
+        Raises NonFiniteLogitsError (see ``PendingStep.wait``), or what the kernels raise.
+        """
+        return self.launch(plan).wait()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, after_layer: AfterLayer | None = None) -> PendingStep:
+        """Enqueue one step without waiting for it. ``wait`` on the result before the next plan is made.
+
+        ``after_layer`` is called with i once layer i is enqueued; such a step is never replayed from a graph.
+        """
+        with self._on_device():
+            if plan.copies:
+                self._copy_blocks(plan.copies)
+            if not plan.chunks:
+                return PendingStep(plan, None)
+            step = self._forward(plan, after_layer)
+            return PendingStep(plan, self._sample(plan, step) if step.rows else None)
+
+    @torch.inference_mode()
+    def logits(self, plan: StepPlan) -> Tensor:
+        """Run one step and return logits instead of tokens: [R, vocab], a row per chunk that has samplers, in order.
+
+        For algorithms that choose tokens themselves, such as beam search. A copy: later steps leave it alone.
+        """
+        with self._on_device():
+            if plan.copies:
+                self._copy_blocks(plan.copies)
+            step = self._forward(plan, None)
+            return step.logits[step.rows]
+
+    def capture_graphs(self, progress: Callable[[Iterable[int]], Iterable[int]] | None = None) -> None:
+        """Capture all decode graphs now rather than on first use. ``progress`` may wrap the sizes in a progress bar."""
+        if self.graphs is None:
+            raise ConfigError(f"there are no CUDA graphs to capture: device {self.device}, or enforce_eager was set")
+        with self._on_device(), torch.inference_mode():
+            self.graphs.capture_all(progress)
+
+    def close(self) -> None:
+        """Drop the CUDA graphs and their memory. Model and KV cache belong to others."""
+        if self.graphs is not None:
+            self.graphs.clear()
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        if self.stream is not None:
+            return torch.cuda.stream(self.stream)
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        pairs = torch.tensor(copies, dtype=torch.int64).T.contiguous()
+        if self.device.type == "cuda":
+            pairs = pairs.pin_memory()
+        src, dst = pairs.to(self.device, non_blocking=True)
+        self.ops.copy_blocks(self.kv_cache.tensor, src, dst)
+
+    def _forward(self, plan: StepPlan, after_layer: AfterLayer | None) -> StepLogits:
+        num_chunks = len(plan.chunks)
+        if self.graphs is not None and plan.num_decodes == num_chunks and after_layer is None:
+            size = self.graphs.size_for(num_chunks)
+            if size is not None:
+                logits, greedy = self.graphs.run(plan, size)
+                return StepLogits(logits, [i for i, chunk in enumerate(plan.chunks) if chunk.samplers], greedy)
+        batch = self.packer.pack(plan)
+        logits = self.model.forward(batch, self.kv_cache, after_layer)
+        return StepLogits(logits, list(range(logits.shape[0])), None)
+
+    def _sample(self, plan: StepPlan, step: StepLogits) -> Tensor:
+        """One token per sampler, all chunks' samplers end to end: [N] int64."""
+        samplers: list[Request] = []
+        rows: list[int] = []
+        sampled = (chunk for chunk in plan.chunks if chunk.samplers)
+        for row, chunk in zip(step.rows, sampled):
+            samplers.extend(chunk.samplers)
+            rows.extend([row] * len(chunk.samplers))
+        if all(request.params.temperature == 0.0 for request in samplers):
+            tokens = greedy_tokens(step.logits) if step.greedy is None else step.greedy
+            if rows == list(range(tokens.shape[0])):
+                return tokens
+            return tokens[torch.tensor(rows).to(self.device)]
+        return sample_tokens(step.logits, sampling_batch(samplers, rows))
+
+
+def sampling_batch(samplers: Sequence[Request], rows: Sequence[int]) -> SamplingBatch:
+    """Parameters and uniform numbers of requests that are about to take their next token.
+
+    Raises ConfigError if a request that is not greedy has no seed: the engine draws one when it is added.
+    """
+    params = [request.params for request in samplers]
+    temperature = np.array([p.temperature for p in params])
+    for request, p in zip(samplers, params):
+        if p.seed is None and p.temperature > 0:
+            raise ConfigError(f"request {request.request_id!r} is to be sampled but has no seed")
+    return SamplingBatch(
+        rows=np.array(rows, dtype=np.int64),
+        temperature=temperature,
+        top_k=np.array([p.top_k for p in params], dtype=np.int64),
+        top_p=np.array([p.top_p for p in params]),
+        uniform=uniforms(
+            [p.seed or 0 for p in params],
+            [request.sample_index for request in samplers],
+            [len(request.output_token_ids) for request in samplers],
+        ),
+    )
