@@ -23,7 +23,7 @@ _HOMES = {
     "LLM": "llm",
 }
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

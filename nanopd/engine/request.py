@@ -71,26 +71,26 @@ class Request:
     """
 
     __slots__ = (
-        "request_id",
-        "parent_id",
-        "sample_index",
-        "prompt_token_ids",
-        "output_token_ids",
-        "params",
-        "state",
-        "table",
+        "_tokens",
+        "arrival_order",
+        "arrival_time",
+        "error",
+        "finish_reason",
+        "hand_off",
         "num_computed_tokens",
         "num_prompt_tokens",
-        "stamps",
-        "finish_reason",
-        "error",
-        "arrival_time",
-        "arrival_order",
-        "hand_off",
-        "stop_ids",
-        "token_limit",
+        "output_token_ids",
+        "params",
+        "parent_id",
         "pending_siblings",
-        "_tokens",
+        "prompt_token_ids",
+        "request_id",
+        "sample_index",
+        "stamps",
+        "state",
+        "stop_ids",
+        "table",
+        "token_limit",
     )
 
     def __init__(
@@ -158,10 +158,13 @@ class Request:
     def is_finished(self) -> bool:
         return self.state is RequestState.FINISHED
 
+    def sibling_id(self, sample_index: int) -> str:
+        return f"{self.request_id}#{sample_index}"
+
     def spawn(self, sample_index: int) -> Request:
         """A sibling: the same prompt and parameters, another sample."""
         sibling = Request(
-            f"{self.request_id}#{sample_index}",
+            self.sibling_id(sample_index),
             self.prompt_token_ids,
             self.params,
             sample_index=sample_index,
@@ -174,7 +177,7 @@ class Request:
         return sibling
 
     def transition(self, state: RequestState, now: float, *, event: str | None = None, num_tokens: int = 0) -> None:
-        """Enter ``state`` and stamp it. Raises IllegalTransitionError, and changes nothing, if there is no such edge."""
+        """Enter ``state`` and stamp it. Raises IllegalTransitionError, and changes nothing, without such an edge."""
         if state not in LEGAL_TRANSITIONS[self.state]:
             raise IllegalTransitionError(f"request {self.request_id!r} cannot go from {self.state} to {state}")
         self.state = state

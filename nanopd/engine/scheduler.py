@@ -1,77 +1,417 @@
-"""Scheduler: which tokens of which requests the next step computes. Policy only: no tensors, no clock, no threads."""
+"""Scheduler: which tokens of which requests the next step computes. Policy only: no tensors, no clock, no threads.
+
+Continuous batching (Orca, Yu et al., OSDI 2022) with chunked prefill (Sarathi-Serve, Agrawal et al., OSDI 2024):
+every step takes one token of each running request first, then fills what is left of the token budget with prompt
+chunks, first come, first served. Memory is paged and runs out late: the request that arrived last is then preempted
+and recomputed (vLLM, Kwon et al., SOSP 2023).
+
+Invariants, which the tests hold:
+
+1. Nobody overtakes: whoever holds a seat (prefilling or running) arrived before whoever waits, and at most one
+   request is in the middle of its prefill. So the oldest request has a seat and is never preempted: each step computes
+   at least one of its tokens, which bounds the number of steps. (`attach` brings in requests from outside of this
+   order; a request that they hold up preempts them.)
+2. A request that is accepted fits the pool when it is alone in it. So the oldest can always finish.
+3. Blocks enter the prefix cache in ``update``, after the step that computed them, never before.
+4. While a step is in flight nothing it reads or writes is freed: what an abort gives up is freed in ``update``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Sequence
 
-from nanopd.engine.request import Request
-from nanopd.errors import ConfigError
+from nanopd.engine.admission import Admission
+from nanopd.engine.plan import ScheduledChunk, SchedulerConfig, StepPlan
+from nanopd.engine.queues import Queues
+from nanopd.engine.request import FinishReason, Request, RequestState, Stamp
+from nanopd.errors import IllegalTransitionError, StepFailedError, UnknownRequestError
+from nanopd.kv.block_manager import BlockManager, BlockTable
+
+__all__ = ["ScheduledChunk", "Scheduler", "SchedulerConfig", "StepPlan"]
 
 
-@dataclass(slots=True)
-class ScheduledChunk:
-    """Tokens ``[start, start + num_tokens)`` of one request, to be computed in this step.
+class Scheduler:
+    """Three queues, all in order of arrival, and the rules by which requests move between them.
 
-    Their slots are reserved in ``request.table``; everything before ``start`` is computed. ``samplers`` are the
-    requests that take a token from the chunk's last logits row: ``()`` mid-prompt, ``(request,)`` normally, up to
-    ``n`` of them when siblings fork at the end of the prefill.
+    Drive it as ``plan = schedule(now)``, compute the plan, ``update(plan, tokens, now)``; or ``fail`` or ``cancel`` it.
+    One step is in flight at a time. ``now`` is the driver's clock in seconds, real or virtual; it only goes into
+    stamps. Not thread-safe: the engine puts a lock around it.
     """
 
-    request: Request
-    start: int
-    num_tokens: int
-    samplers: tuple[Request, ...]
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One step: first ``num_decodes`` chunks of one token each, then prefill chunks.
-
-    ``copies`` are physical (source, destination) block copies to run before the step stores anything; destinations
-    are distinct and none is also a source, so they may run in any order. ``preempted`` lost their blocks just now.
-    """
-
-    chunks: list[ScheduledChunk] = field(default_factory=list)
-    num_decodes: int = 0
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
+    def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
+        self.config = config
+        self.block_manager = block_manager
+        self._queues = Queues()
+        self._admission = Admission(config, block_manager, self._queues)
+        self._in_flight: StepPlan | None = None
+        self._ended_in_flight: list[Request] = []  # their blocks are freed when the step has ended
 
     @property
-    def num_tokens(self) -> int:
-        return self.num_decodes + self.num_prefill_tokens
+    def waiting(self) -> deque[Request]:
+        return self._queues.waiting
 
     @property
-    def num_prefill_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks[self.num_decodes :])
+    def prefilling(self) -> list[Request]:
+        return self._queues.prefilling
 
+    @property
+    def running(self) -> list[Request]:
+        return self._queues.running
 
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits of a step.
+    @property
+    def transferring(self) -> dict[str, Request]:
+        """Prefilled requests, by id, whose blocks are held until `detach`."""
+        return self._queues.transferring
 
-    * ``max_num_seqs``: requests prefilling or running at once.
-    * ``max_num_batched_tokens``: tokens per step, decodes and prefill together. At least ``max_num_seqs``, so that
-      decodes can never crowd out the prefill for good.
-    * ``chunk_size``: prefill tokens per step; ``None`` means as many as the budget leaves.
-    * ``max_model_len``: prompt and output together.
+    @property
+    def in_flight(self) -> StepPlan | None:
+        """The plan that was scheduled and is not updated, failed or cancelled yet."""
+        return self._in_flight
 
-    Raises ConfigError.
-    """
+    @property
+    def has_unfinished(self) -> bool:
+        return len(self._queues) > 0
 
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    chunk_size: int | None = None
-    max_model_len: int = 4096
+    @property
+    def num_free_seats(self) -> int:
+        """How many more requests may prefill or run: ``max_num_seqs`` less those that do."""
+        return self.config.max_num_seqs - self._queues.num_seated
 
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "chunk_size", "max_model_len"):
-            value = getattr(self, name)
-            if name == "chunk_size" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be an int >= 1, got {value!r}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}): raise the budget or lower max_num_seqs"
+    # --- requests come and go --------------------------------------------------------------------------------
+
+    def validate(self, request: Request) -> None:
+        """Raise what ``add`` would raise (an InvalidRequestError), and change nothing."""
+        self._admission.validate(request)
+
+    def add(self, request: Request, now: float = 0.0) -> list[Request]:
+        """Queue ``request`` and, for n > 1, its siblings. Returns all n sequences, the parent first.
+
+        With ``max_tokens`` 0 they are FINISHED (length) on return and were never queued.
+        Raises EmptyPromptError, DuplicateRequestError or PromptTooLongError; nothing is queued then.
+        """
+        self._admission.validate(request)
+        request.token_limit = min(request.token_limit, self.config.max_model_len)
+        sequences = [request, *(request.spawn(index) for index in range(1, request.params.n))]
+        self._queues.register(sequences)
+        for sequence in sequences:
+            sequence.stamps.append(Stamp(now, RequestState.WAITING.value))
+        if request.params.max_tokens == 0:
+            for sequence in sequences:
+                self._end(sequence, FinishReason.LENGTH, now)
+        else:
+            request.pending_siblings = sequences[1:]
+            self._queues.enter(request)
+        return sequences
+
+    def abort(self, request_id: str, now: float = 0.0) -> list[Request]:
+        """End every unfinished sequence of the user's request ``request_id``, whatever its state. Returns them.
+
+        Raises UnknownRequestError. Safe while a step is in flight: its tokens for these requests will be dropped.
+        """
+        sequences = self._queues.group(request_id)
+        for sequence in reversed(sequences):  # siblings before their parent, whose end would queue them
+            self.finish(sequence, FinishReason.ABORTED, now)
+        return sequences
+
+    def finish(self, request: Request, reason: FinishReason, now: float, error: BaseException | None = None) -> None:
+        """End one sequence now: the engine found a stop string, or a caller gives up."""
+        self._queues.leave(request)
+        self._end(request, reason, now, error)
+
+    def detach(self, request: Request) -> BlockTable:
+        """Let a TRANSFERRING request go. Its table, all of it computed, is the caller's to pin and to free."""
+        if request.request_id not in self.transferring or request.table is None:
+            raise UnknownRequestError(f"request {request.request_id!r} is not waiting to be handed over")
+        self._queues.leave(request)
+        self._queues.unregister(request)
+        table, request.table = request.table, None
+        return table
+
+    def attach(self, request: Request, now: float = 0.0) -> None:
+        """Run a request whose prompt was computed elsewhere: ``request.table`` holds its KV, in this pool, by now.
+
+        It takes a seat at once, so grant seats (``num_free_seats``) and blocks before the transfer starts, and none
+        while older requests wait: they would have to preempt it.
+        """
+        if request.table is None or request.remaining_prefill != 1:
+            raise IllegalTransitionError(
+                f"request {request.request_id!r} cannot run: {request.remaining_prefill} tokens have no KV, not 1"
             )
+        if self.num_free_seats < 1:
+            raise IllegalTransitionError(
+                f"request {request.request_id!r} cannot run: all {self.config.max_num_seqs} seats are taken"
+            )
+        self._queues.check_new(request.request_id)
+        request.hand_off = False
+        self._admission.check_length(request)
+        request.transition(RequestState.RUNNING, now)
+        request.token_limit = min(request.token_limit, self.config.max_model_len)
+        self._queues.register([request])
+        self._queues.enter(request)
+
+    # --- before a step ---------------------------------------------------------------------------------------
+
+    def schedule(self, now: float = 0.0) -> StepPlan:
+        """Plan the next step and reserve its slots. A plan without chunks needs no ``update``."""
+        if self._in_flight is not None:
+            raise IllegalTransitionError("schedule() while a step is in flight: call update, fail or cancel first")
+        self.block_manager.copies_done()
+        plan = StepPlan()
+        self._make_room(plan, now)
+        self._schedule_decodes(plan)
+        self._schedule_prefills(plan, now)
+        if plan.chunks:
+            self._in_flight = plan
+        return plan
+
+    def _make_room(self, plan: StepPlan, now: float) -> None:
+        """Preempt, latest arrival first, until every running request and everybody older can go on in this step."""
+        while (latest := self._queues.latest()) is not None:
+            head = self.waiting[0] if self.waiting else None
+            overtook = head is not None and head.arrival_order < latest.arrival_order  # only after `attach`
+            held_up = overtook and head is not None and not self._could_start(head)
+            if not held_up and self._blocks_wanted(latest) <= self.block_manager.num_free_blocks:
+                return
+            if not held_up and self._queues.num_seated == 1:
+                return  # alone, so somebody outside of this scheduler holds the blocks: wait for him
+            self._preempt(latest, plan, now)
+
+    def _blocks_wanted(self, latest: Request) -> int:
+        """Blocks without which a running request, or one older than ``latest``, would stand still."""
+        needed = self.block_manager.blocks_needed
+        wanted = 0
+        for request in self.running:
+            if request.num_computed_tokens >= request.table.num_tokens:  # type: ignore[union-attr]
+                wanted += needed(request.table, 1)
+        if self.prefilling and self.prefilling[0] is not latest:
+            wanted += needed(self.prefilling[0].table, 1)
+        return wanted
+
+    def _could_start(self, request: Request) -> bool:
+        return self.num_free_seats > 0 and self._admission.would_match(request)
+
+    def _preempt(self, request: Request, plan: StepPlan, now: float) -> None:
+        """Take the blocks away and queue the request again; it keeps its outputs and recomputes their KV."""
+        self._queues.leave(request)
+        self._free(request)
+        request.transition(RequestState.WAITING, now, event="preempted", num_tokens=request.num_computed_tokens)
+        request.num_computed_tokens = 0
+        self._queues.enter(request)
+        plan.preempted.append(request)
+
+    def _schedule_decodes(self, plan: StepPlan) -> None:
+        chunks = plan.chunks
+        for request in self.running:
+            start = request.num_computed_tokens
+            if start >= request.table.num_tokens and not self._grow(request.table, plan):  # type: ignore
+                continue
+            chunks.append(ScheduledChunk(request, start, 1, (request,)))
+        plan.num_decodes = len(chunks)
+
+    def _grow(self, table: BlockTable | None, plan: StepPlan) -> bool:
+        """Reserve the rest of a block at once: it costs the same, and the next steps need not ask."""
+        assert table is not None
+        blocks = self.block_manager
+        num_slots = blocks.block_size - table.num_tokens % blocks.block_size
+        if not blocks.can_append(table, num_slots):
+            return False
+        plan.copies += blocks.append_slots(table, num_slots)
+        return True
+
+    def _schedule_prefills(self, plan: StepPlan, now: float) -> None:
+        budget = self.config.max_num_batched_tokens - plan.num_decodes
+        if self.config.chunk_size is not None:
+            budget = min(budget, self.config.chunk_size)
+        for request in self.prefilling:
+            missing = request.remaining_prefill
+            num_tokens = self._schedule_chunk(request, budget, plan, now)
+            budget -= num_tokens
+            if num_tokens < missing:
+                return  # short of budget or blocks: nobody may overtake
+        while budget > 0 and self.waiting:
+            request = self.waiting[0]
+            if not self._admit(request, plan, now):
+                return
+            budget -= self._schedule_chunk(request, budget, plan, now)
+
+    def _admit(self, request: Request, plan: StepPlan, now: float) -> bool:
+        """Give the head of ``waiting`` a seat and the blocks of its cached prefix, if all of its tokens would fit."""
+        if self._seats(plan) < 1 or (table := self._admission.match(request)) is None:
+            return False
+        self._queues.leave(request)
+        request.table, request.num_computed_tokens = table, table.num_tokens
+        request.transition(RequestState.PREFILLING, now, num_tokens=table.num_tokens)
+        self._queues.enter(request)
+        return True
+
+    def _schedule_chunk(self, request: Request, budget: int, plan: StepPlan, now: float) -> int:
+        """Plan as many of the request's next prompt tokens as budget and blocks allow. Returns how many."""
+        blocks, table = self.block_manager, request.table
+        assert table is not None
+        num_tokens = min(request.remaining_prefill, budget)
+        if not blocks.can_append(table, num_tokens):
+            capacity = (len(table.block_ids) + blocks.num_free_blocks) * blocks.block_size
+            num_tokens = min(num_tokens, capacity - table.num_tokens)
+        if num_tokens < 1:
+            return 0
+        plan.copies += blocks.append_slots(table, num_tokens)
+        start = request.num_computed_tokens
+        samplers: tuple[Request, ...] = ()
+        if start + num_tokens == request.num_tokens:
+            samplers = (request, *self._forking_siblings(request, plan))
+        plan.chunks.append(ScheduledChunk(request, start, num_tokens, samplers))
+        request.stamps.append(Stamp(now, "chunk_start", num_tokens))
+        return num_tokens
+
+    def _forking_siblings(self, parent: Request, plan: StepPlan) -> list[Request]:
+        """Siblings that start with this step's end. The others queue up and compute the prompt themselves."""
+        if not parent.pending_siblings:
+            return []
+        blocks = self.block_manager
+        room = min(self._seats(plan), blocks.num_free_blocks - blocks.watermark_blocks)  # each soon takes a block
+        joining, left_over = parent.pending_siblings[: max(room, 0)], parent.pending_siblings[max(room, 0) :]
+        parent.pending_siblings = joining
+        for sibling in left_over:
+            self._queues.enter(sibling)
+        return joining
+
+    def _seats(self, plan: StepPlan) -> int:
+        """Free seats, less those that the plan's forks will take."""
+        joining = sum(max(len(chunk.samplers) - 1, 0) for chunk in plan.chunks[plan.num_decodes :])
+        return self.num_free_seats - joining
+
+    # --- after a step ----------------------------------------------------------------------------------------
+
+    def update(self, plan: StepPlan, tokens: Sequence[Sequence[int]], now: float = 0.0) -> list[Request]:
+        """Book the step's result: ``tokens[c][s]`` was sampled for ``plan.chunks[c].samplers[s]``.
+
+        Returns the requests that finished by it. Tokens of a request that was aborted meanwhile are dropped.
+        Raises StepFailedError, before anything changes, if ``tokens`` does not have the plan's shape.
+        """
+        if not plan.chunks and not tokens:
+            return []
+        self._check_in_flight(plan)
+        expected, got = [len(chunk.samplers) for chunk in plan.chunks], list(map(len, tokens))
+        if got != expected:
+            raise StepFailedError(f"the runner returned {got} tokens per chunk, the plan asks for {expected}")
+        self._in_flight = None
+        stamp = Stamp(now, "token", 1)  # shared: stamps are immutable, and one per step is cheaper than one per token
+        finished = self._update_decodes(plan, tokens, stamp)
+        for chunk, sampled in zip(plan.chunks[plan.num_decodes :], tokens[plan.num_decodes :], strict=True):
+            if not chunk.request.is_finished:  # else aborted while the step ran
+                finished += self._update_prefill(chunk, sampled, stamp)
+        self._free_ended()
+        return finished
+
+    def _update_decodes(self, plan: StepPlan, tokens: Sequence[Sequence[int]], stamp: Stamp) -> list[Request]:
+        block_size, running = self.block_manager.block_size, RequestState.RUNNING
+        finished = []
+        for chunk, sampled in zip(plan.chunks[: plan.num_decodes], tokens, strict=False):
+            request = chunk.request
+            if request.state is not running:
+                continue  # aborted while the step ran
+            request.num_computed_tokens = computed = chunk.start + 1
+            if computed % block_size == 0:
+                self._commit(request)
+            token = sampled[0]
+            request.append_token(token)
+            request.stamps.append(stamp)
+            if token in request.stop_ids or computed + 1 >= request.token_limit:
+                self._end(request, _reason(request, token), stamp.time)
+                finished.append(request)
+        if finished:
+            self._queues.drop_finished_running()
+        return finished
+
+    def _update_prefill(self, chunk: ScheduledChunk, sampled: Sequence[int], stamp: Stamp) -> list[Request]:
+        request, now = chunk.request, stamp.time
+        request.num_computed_tokens = chunk.start + chunk.num_tokens
+        request.stamps.append(Stamp(now, "chunk", chunk.num_tokens))
+        self._commit(request)
+        self._admission.prefix_cache_grew()
+        if not chunk.samplers:
+            return []
+        self._queues.leave(request)
+        self._fork(request, chunk.samplers[1:])
+        finished = []
+        for sampler, token in zip(chunk.samplers, sampled, strict=True):
+            if sampler.is_finished:
+                continue
+            sampler.transition(RequestState.TRANSFERRING if sampler.hand_off else RequestState.RUNNING, now)
+            sampler.append_token(token)
+            sampler.stamps.append(stamp)
+            if token in sampler.stop_ids or sampler.num_tokens >= sampler.token_limit:
+                self._end(sampler, _reason(sampler, token), now)
+                finished.append(sampler)
+            else:
+                self._queues.enter(sampler)
+        return finished
+
+    def _fork(self, parent: Request, siblings: Sequence[Request]) -> None:
+        assert parent.table is not None
+        parent.pending_siblings = []
+        for sibling in siblings:
+            if not sibling.is_finished:
+                sibling.table = self.block_manager.fork(parent.table)
+                sibling.num_computed_tokens = parent.num_computed_tokens
+
+    def _commit(self, request: Request) -> None:
+        table = request.table
+        assert table is not None
+        tokens = request.all_token_ids[table.num_committed : request.num_computed_tokens]
+        self.block_manager.commit(table, tokens)
+
+    def fail(self, plan: StepPlan, error: BaseException, now: float = 0.0) -> list[Request]:
+        """The step raised: its requests end as FAILED with ``error``, all others are untouched. Returns them."""
+        self._check_in_flight(plan)
+        self._in_flight = None
+        failed: dict[Request, None] = {}  # a set that keeps the order
+        for chunk in plan.chunks:
+            failed.update(dict.fromkeys((*chunk.request.pending_siblings, *chunk.samplers, chunk.request)))
+        ended = [request for request in failed if not request.is_finished]
+        for request in sorted(ended, key=lambda r: r.sample_index, reverse=True):  # siblings before their parent
+            self.finish(request, FinishReason.FAILED, now, error)
+        self._free_ended()
+        return ended
+
+    def cancel(self, plan: StepPlan, now: float = 0.0) -> None:
+        """The step was interrupted: nobody knows what it wrote, so its requests give up their blocks and recompute."""
+        self._check_in_flight(plan)
+        self._in_flight = None
+        for chunk in plan.chunks:
+            if not chunk.request.is_finished:
+                self._preempt(chunk.request, plan, now)
+        self._free_ended()
+
+    # --- inside ----------------------------------------------------------------------------------------------
+
+    def _check_in_flight(self, plan: StepPlan) -> None:
+        if plan is not self._in_flight:
+            raise IllegalTransitionError("this plan is not the step in flight: it ended before, or was never scheduled")
+
+    def _end(self, request: Request, reason: FinishReason, now: float, error: BaseException | None = None) -> None:
+        """FINISHED, out of the books, blocks given back. The caller takes it out of its queue."""
+        request.finish(reason, now, error)
+        self._queues.unregister(request)
+        for sibling in request.pending_siblings:  # they lost their parent, not their right to run
+            self._queues.enter(sibling)
+        request.pending_siblings = []
+        if self._in_flight is not None:
+            self._ended_in_flight.append(request)
+        else:
+            self._free(request)
+
+    def _free_ended(self) -> None:
+        ended, self._ended_in_flight = self._ended_in_flight, []
+        for request in ended:
+            self._free(request)
+
+    def _free(self, request: Request) -> None:
+        if request.table is not None:
+            self.block_manager.free(request.table)
+            request.table = None
+
+
+def _reason(request: Request, token: int) -> FinishReason:
+    return FinishReason.STOP if token in request.stop_ids else FinishReason.LENGTH

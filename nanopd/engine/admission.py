@@ -1,0 +1,77 @@
+"""Admission: may this request come in at all, and may it start now?"""
+
+from __future__ import annotations
+
+from nanopd.engine.plan import SchedulerConfig
+from nanopd.engine.queues import Queues
+from nanopd.engine.request import Request
+from nanopd.errors import EmptyPromptError, PromptTooLongError
+from nanopd.kv.block_manager import BlockManager, BlockTable
+
+
+class Admission:
+    """``validate`` refuses what could never finish; ``match`` says whether the head of the queue fits right now."""
+
+    def __init__(self, config: SchedulerConfig, block_manager: BlockManager, queues: Queues) -> None:
+        self._config = config
+        self._blocks = block_manager
+        self._queues = queues
+        self._refused: tuple[Request, int] | None = None  # head of waiting, and the free blocks that were too few
+
+    def validate(self, request: Request) -> None:
+        """Raise EmptyPromptError, DuplicateRequestError or PromptTooLongError if it cannot be accepted."""
+        if not request.prompt_token_ids:
+            raise EmptyPromptError(f"request {request.request_id!r}: the prompt is empty, it needs at least 1 token")
+        self._queues.check_new(request.request_id)
+        for index in range(1, request.params.n):
+            self._queues.check_new(request.sibling_id(index))
+        self.check_length(request)
+
+    def check_length(self, request: Request) -> None:
+        """Raise PromptTooLongError unless the request fits the model's length, and the pool when alone in it."""
+        num_prompt, max_tokens = request.num_prompt_tokens, request.params.max_tokens
+        max_len = self._config.max_model_len
+        if num_prompt + min(max_tokens, 1) > max_len:
+            raise PromptTooLongError(
+                f"request {request.request_id!r}: {num_prompt} prompt tokens leave no room for an output token within "
+                f"max_model_len = {max_len}"
+            )
+        # The last token sampled is never computed, so it needs no slot; nor does any output of a prefill-only worker.
+        num_slots = max(num_prompt, min(num_prompt + max_tokens, max_len) - 1)
+        if request.hand_off:
+            num_slots = num_prompt
+        pool = self._blocks.num_blocks * self._blocks.block_size
+        if num_slots > pool:
+            raise PromptTooLongError(
+                f"request {request.request_id!r}: {num_prompt} prompt tokens and max_tokens = {max_tokens} need "
+                f"{num_slots} KV slots, the whole pool has {pool} ({self._blocks.num_blocks} blocks of "
+                f"{self._blocks.block_size})"
+            )
+
+    def match(self, request: Request) -> BlockTable | None:
+        """A new table with the cached prefix of ``request``, or None if the rest of its tokens lacks blocks."""
+        blocks = self._blocks
+        alone = self._queues.num_seated == 0
+        free = blocks.num_free_blocks
+        # Matching is O(prompt): do not repeat it every step for a head that waits for blocks nobody gave back.
+        if not alone and self._refused is not None and self._refused[0] is request and free <= self._refused[1]:
+            return None
+        table = blocks.match_prefix(request.all_token_ids)
+        missing = request.num_tokens - table.num_tokens
+        # The watermark protects those who run; with nobody to protect it would only lock out a large prompt.
+        if blocks.can_append(table, 1) if alone else blocks.can_append(table, missing, keep_watermark=True):
+            self._refused = None
+            return table
+        blocks.free(table)
+        self._refused = (request, free)
+        return None
+
+    def would_match(self, request: Request) -> bool:
+        table = self.match(request)
+        if table is not None:
+            self._blocks.free(table)
+        return table is not None
+
+    def prefix_cache_grew(self) -> None:
+        """A refused request may need fewer blocks now."""
+        self._refused = None
