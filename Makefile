@@ -95,7 +95,7 @@ zh: $(STAMP)
 	@$(PY) -m nanopd.course.translate build
 
 docs: $(STAMP)
-	@$(PY) -m sphinx -q -W -b html docs docs/_build/html
+	@$(PY) -m sphinx -q -W -b html -c docs . docs/_build/html
 	@echo "docs/_build/html/index.html"
 
 # --- upkeep ----------------------------------------------------------------------------------------------------

@@ -44,12 +44,12 @@ class Root:
         return [self.path / "README.md", *sorted((self.path / "docs" / "en").rglob("*.md"))]
 
     def chinese(self, path: Path) -> Path:
-        """The Chinese twin of an English notebook, chapter or README."""
+        """The Chinese twin of an English notebook, chapter or README, and of the folder of chapters."""
         relative = path.relative_to(self.path)
         folder, name = relative.parent.as_posix(), relative.name
         if folder == "notebooks" and name.endswith(".ipynb"):
             return self.path / "notebooks" / "zh" / name
-        if relative.parts[:2] == ("docs", "en") and name.endswith(".md"):
+        if relative.parts[:2] == ("docs", "en") and (name.endswith(".md") or len(relative.parts) == 2):
             return self.path.joinpath("docs", "zh", *relative.parts[2:])
         if (folder, name) == (".", "README.md"):
             return self.path / "README.zh.md"
