@@ -1,0 +1,393 @@
+"""Engine: the loop around scheduler and runner. It knows no tensor and no device; runner and clock are arguments."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from operator import index
+from typing import Protocol
+
+from nanopd.engine.detokenizer import Tokenizer
+from nanopd.engine.generate import OutputStream, Prompt, generate_all, prompt_list
+from nanopd.engine.jobs import Job, OutputCallback
+from nanopd.engine.outputs import RequestOutput
+from nanopd.engine.plan import StepPlan
+from nanopd.engine.request import FinishReason, Request
+from nanopd.engine.sampling_params import SamplingParams
+from nanopd.engine.scheduler import Scheduler
+from nanopd.errors import (
+    EngineClosedError,
+    InvalidRequestError,
+    InvalidTokenError,
+    StepFailedError,
+    UnknownRequestError,
+)
+
+
+class Runner(Protocol):
+    """The mechanism below: carries out a plan and samples."""
+
+    def execute(self, plan: StepPlan) -> list[list[int]]:
+        """Run ``plan.copies``, compute ``plan.chunks``; one token for each of each chunk's samplers, in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step, for timelines and statistics. Times in seconds of the engine's clock."""
+
+    start: float
+    end: float
+    plan: StepPlan
+    num_waiting: int  # after the step
+    num_prefilling: int
+    num_running: int
+
+
+class Engine:
+    """Accepts requests, runs steps, hands out outputs.
+
+    Threads: ``add_request`` and ``abort`` may be called from any thread at any time, also while a step runs, and never
+    wait for the device. Steps are taken one at a time; whoever calls ``step``, ``stream`` or ``generate`` takes them,
+    and every output finds the caller it belongs to. Callbacks run in the thread that took the step.
+
+    A driver with a clock of its own calls ``begin_step``, decides when the step ends and what it sampled, and calls
+    ``finish_step``, ``fail_step`` or ``cancel_step``; then ``poll`` for the outputs. ``step`` is that with a runner.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        tokenizer: Tokenizer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        vocab_size: int | None = None,
+        eos_token_ids: Collection[int] | None = None,
+        seed: int | None = None,
+        on_step: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        """``vocab_size``: prompts with other token ids are refused. ``eos_token_ids``: default, the tokenizer's.
+        ``seed``: makes the seeds reproducible that requests without one get. ``on_step``: called after each step."""
+        self.scheduler = scheduler
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.clock = clock
+        self.vocab_size = vocab_size
+        if eos_token_ids is None:
+            eos_token_ids = tokenizer.eos_token_ids if tokenizer is not None else ()
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.on_step = on_step
+        self.num_steps = 0
+        self.num_generated_tokens = 0
+        self._random = random.Random(seed)
+        self._jobs: dict[str, Job] = {}
+        self._watched: dict[str, Job] = {}  # those of which each token must be looked at
+        self._ready: list[RequestOutput] = []  # for `poll`
+        self._callbacks: deque[tuple[OutputCallback, RequestOutput]] = deque()
+        self._num_ids = 0
+        self._step_start = 0.0
+        self._closed = False
+        self._lock = threading.RLock()  # guards all state; never held while the runner executes
+        self._step_lock = threading.RLock()  # one step at a time; taken before the others
+        self._callback_lock = threading.RLock()  # callbacks in the order of their outputs; taken before `_lock`
+
+    # --- requests --------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        arrival_time: float | None = None,
+        stream: bool = False,
+        on_output: OutputCallback | None = None,
+    ) -> str:
+        """Queue a prompt (text, or token ids) and return its id; one is made up if none is given.
+
+        ``arrival_time``: when the client wanted to send it, by the engine's clock; default now. ``stream``: an output
+        after each of its steps instead of one at the end. ``on_output`` gets the outputs; else ``step`` returns them.
+
+        Raises an InvalidRequestError (empty or too long prompt, bad token id, id in use) or EngineClosedError; then
+        nothing was queued.
+        """
+        token_ids, text = self._tokenize(prompt)
+        with self._lock:
+            request = self._make_request(token_ids, params or SamplingParams(), request_id, arrival_time)
+            self._queue(request, text, stream, on_output)
+        self._run_callbacks()
+        return request.request_id
+
+    def add_requests(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], on_output: OutputCallback
+    ) -> list[str]:
+        """Queue all of them or, if one is invalid, none. Returns their ids. Raises as ``add_request``."""
+        tokenized = [self._tokenize(prompt) for prompt in prompts]
+        with self._lock:
+            requests = [self._make_request(ids, p, None, None) for (ids, _), p in zip(tokenized, params, strict=True)]
+            for request, (_, text) in zip(requests, tokenized, strict=True):
+                self._queue(request, text, False, on_output)
+        self._run_callbacks()
+        return [request.request_id for request in requests]
+
+    def abort(self, request_id: str) -> None:
+        """End a request in whatever state it is; what it has so far comes as its last output, reason ``aborted``.
+
+        Raises UnknownRequestError if no request of this id is unfinished, or EngineClosedError.
+        """
+        with self._lock:
+            self._check_open()
+            if request_id not in self._jobs:
+                raise UnknownRequestError(f"no request {request_id!r} is in flight")
+            self._close_sequences(self.scheduler.abort(request_id, self.clock()))
+        self._run_callbacks()
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether requests are in flight."""
+        return bool(self._jobs)
+
+    def is_unfinished(self, request_id: str) -> bool:
+        return request_id in self._jobs
+
+    def close(self) -> None:
+        """Abort everything, wait for the step that runs, free all blocks. Calls after this raise EngineClosedError."""
+        with self._lock:
+            self._closed = True
+            for request_id in list(self._jobs):
+                self._close_sequences(self.scheduler.abort(request_id, self.clock()))
+        self._run_callbacks()
+        with self._step_lock, self._lock:
+            if self.scheduler.in_flight is not None:  # begun by a driver that will not come back
+                self.scheduler.cancel(self.scheduler.in_flight, self.clock())
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # --- steps -----------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Take one step, if there is anything to do, and return the outputs that are due.
+
+        Due are the final outputs of requests that finished, and with ``stream`` a snapshot of those that got a token;
+        not those of requests with an ``on_output`` of their own. A step that raises ends its requests as ``failed``,
+        with a StepFailedError in ``error``; all others go on.
+        """
+        self.advance()
+        return self.poll()
+
+    def poll(self) -> list[RequestOutput]:
+        """Outputs that are due, without taking a step."""
+        with self._lock:
+            ready, self._ready = self._ready, []
+        return ready
+
+    def advance(self) -> bool:
+        """``step``, but leave the outputs to ``poll``. Returns whether there was anything to compute."""
+        with self._step_lock:
+            plan = self.begin_step()
+            if plan is None:
+                return False
+            try:
+                tokens = self.runner.execute(plan)
+            except Exception as error:
+                self.fail_step(plan, error)
+            except BaseException:  # Ctrl-C: keep the requests, they recompute
+                self.cancel_step(plan)
+                raise
+            else:
+                self.finish_step(plan, tokens)
+            return True
+
+    def begin_step(self) -> StepPlan | None:
+        """Schedule a step, or None if no request can go on now. Raises EngineClosedError."""
+        with self._lock:
+            self._check_open()
+            self._step_start = self.clock()
+            plan = self.scheduler.schedule(self._step_start)
+        return plan if plan.chunks else None
+
+    def finish_step(self, plan: StepPlan, tokens: Sequence[Sequence[int]]) -> None:
+        """Book the tokens of the step begun last, as ``Runner.execute`` returns them, and make outputs of them."""
+        with self._lock:
+            if self.scheduler.in_flight is not plan:
+                self._check_open()
+            now = self.clock()
+            try:
+                finished = self.scheduler.update(plan, tokens, now)
+            except StepFailedError as error:  # the runner broke its contract; nothing has changed yet
+                return self.fail_step(plan, error)
+            self.num_generated_tokens += sum(map(len, tokens))
+            progressed = self._look_at_text(plan, finished, now) if self._watched else {}
+            self._close_sequences(finished)
+            for job in progressed:
+                if job.stream and not job.done:
+                    self._emit(job)
+            self._end_step(plan, now)
+        self._run_callbacks()
+
+    def fail_step(self, plan: StepPlan, error: BaseException) -> None:
+        """The step begun last raised ``error``: its requests end as ``failed``."""
+        failure = StepFailedError(f"a step of {len(plan.chunks)} requests raised {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        with self._lock:
+            now = self.clock()
+            self._close_sequences(self.scheduler.fail(plan, failure, now))
+            self._end_step(plan, now)
+        self._run_callbacks()
+
+    def cancel_step(self, plan: StepPlan) -> None:
+        """The step begun last was interrupted: its requests are queued again and recompute."""
+        with self._lock:
+            now = self.clock()
+            self.scheduler.cancel(plan, now)
+            self._end_step(plan, now)
+
+    # --- whole requests --------------------------------------------------------------------------------------
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> OutputStream:
+        """Queue a prompt now, and iterate over its outputs: a longer one after each of its steps.
+
+        Taking an item takes steps, for other requests too. Raises as ``add_request``, and while iterating
+        StepFailedError if a step with this request failed. Leaving the loop early aborts the request (``close``).
+        """
+        return OutputStream(self, prompt, params, request_id)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Run all prompts to their end and return their outputs in the prompts' order, behind a progress bar.
+
+        One prompt, or a list of them; one ``SamplingParams`` for all, or one for each. If any prompt is invalid it
+        raises before any is queued. A failed step raises StepFailedError, an interrupt KeyboardInterrupt; both abort
+        the prompts that are left. To keep the others' results, use ``add_request`` and ``step``.
+        """
+        return generate_all(self, prompt_list(prompts), sampling_params, use_tqdm)
+
+    # --- inside ----------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the engine was closed")
+
+    def _tokenize(self, prompt: Prompt) -> tuple[list[int], str | None]:
+        """Token ids, and the text if it came as text. Raises InvalidRequestError or InvalidTokenError."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequestError("the prompt is text, and this engine has no tokenizer: pass token ids")
+            token_ids, text = list(self.tokenizer.encode(prompt)), prompt
+        else:
+            try:
+                token_ids, text = [index(token) for token in prompt], None
+            except TypeError as error:
+                raise InvalidTokenError(f"the prompt must be text or a list of token ids: {error}") from error
+        limit = math.inf if self.vocab_size is None else self.vocab_size
+        for token in token_ids:
+            if not 0 <= token < limit:
+                raise InvalidTokenError(f"token id {token} is outside of the vocabulary [0, {limit})")
+        return token_ids, text
+
+    def _make_request(
+        self, token_ids: list[int], params: SamplingParams, request_id: str | None, arrival_time: float | None
+    ) -> Request:
+        """A valid request, not queued yet."""
+        self._check_open()
+        while request_id is None:
+            name, self._num_ids = str(self._num_ids), self._num_ids + 1
+            request_id = None if name in self._jobs else name
+        if params.seed is None:
+            # Drawn once and kept, so that a request computed again after a preemption gets the same tokens.
+            params = replace(params, seed=self._random.getrandbits(63))
+        request = Request(
+            request_id,
+            token_ids,
+            params,
+            arrival_time=self.clock() if arrival_time is None else arrival_time,
+            eos_token_ids=self.eos_token_ids,
+        )
+        self.scheduler.validate(request)
+        return request
+
+    def _queue(self, request: Request, prompt: str | None, stream: bool, on_output: OutputCallback | None) -> None:
+        sequences = self.scheduler.add(request, self.clock())
+        job = Job(prompt, sequences, self.tokenizer, stream=stream, on_output=on_output)
+        self._jobs[job.request_id] = job
+        if job.watched or stream:
+            self._watched[job.request_id] = job
+        self._close_sequences([sequence for sequence in sequences if sequence.is_finished])  # max_tokens 0
+
+    def _look_at_text(self, plan: StepPlan, finished: list[Request], now: float) -> dict[Job, None]:
+        """Decode new tokens where somebody looks at them; stop strings go on ``finished``. Returns the jobs."""
+        progressed: dict[Job, None] = {}
+        for chunk in plan.chunks:
+            for request in chunk.samplers:
+                job = self._watched.get(request.parent_id)
+                if job is None or request not in job.sequences:
+                    continue
+                progressed[job] = None
+                if job.advance(request):
+                    self._stop(request, job, finished, now)
+        return progressed
+
+    def _stop(self, request: Request, job: Job, finished: list[Request], now: float) -> None:
+        """End a request for what its text says: a stop string, or no text at all because decoding raised."""
+        reason = FinishReason.STOP if job.error is None else FinishReason.FAILED
+        if not request.is_finished:
+            self.scheduler.finish(request, reason, now, job.error)
+            finished.append(request)
+        elif request.finish_reason is FinishReason.LENGTH:
+            request.finish_reason = reason  # its last token completed a stop string
+
+    def _close_sequences(self, finished: Sequence[Request]) -> None:
+        """Count them off; a request whose last sequence this was gets its final output."""
+        for request in finished:
+            job = self._jobs[request.parent_id]
+            job.close_one()
+            if job.done:
+                del self._jobs[job.request_id]
+                self._watched.pop(job.request_id, None)
+                self._emit(job)
+
+    def _emit(self, job: Job) -> None:
+        output = job.output()
+        if job.on_output is None:
+            self._ready.append(output)
+        else:
+            self._callbacks.append((job.on_output, output))
+
+    def _run_callbacks(self) -> None:
+        """Hand outputs to their owners, in order. ``_lock`` is not held: a callback may call the engine.
+
+        Raises the first error of a callback, when all have been called.
+        """
+        errors = []
+        with self._callback_lock:
+            while self._callbacks:
+                callback, output = self._callbacks.popleft()
+                try:
+                    callback(output)
+                except Exception as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _end_step(self, plan: StepPlan, now: float) -> None:
+        self.num_steps += 1
+        if self.on_step is not None:
+            queues = self.scheduler
+            lengths = (len(queues.waiting), len(queues.prefilling), len(queues.running))
+            self.on_step(StepRecord(self._step_start, now, plan, *lengths))

@@ -1,0 +1,142 @@
+"""Clients of the engine in the caller's own thread: run a list of prompts to the end, or watch one grow."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from nanopd.engine.outputs import RequestOutput
+from nanopd.engine.sampling_params import SamplingParams
+from nanopd.errors import EngineClosedError, InvalidRequestError, OutOfBlocksError, UnknownRequestError
+
+if TYPE_CHECKING:
+    from nanopd.engine.engine import Engine
+
+Prompt = str | Sequence[int]
+
+
+def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, as text or token ids, becomes a list of one; a list of prompts stays what it is."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
+
+
+def params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """One for all, or one for each of ``count`` prompts. Raises InvalidRequestError if there are not as many."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequestError(f"{len(params)} sampling_params for {count} prompts")
+    return list(params)
+
+
+def generate_all(
+    engine: Engine,
+    prompts: list[Prompt],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    use_tqdm: bool,
+) -> list[RequestOutput]:
+    """See ``Engine.generate``."""
+    from tqdm.auto import tqdm  # here, so that a simulator need not load it
+
+    finished: deque[RequestOutput] = deque()
+    params = params_list(sampling_params, len(prompts))
+    ids = engine.add_requests(prompts, params, finished.append)
+    results: dict[str, RequestOutput] = {}
+    num_tokens, start = 0, time.perf_counter()
+    try:
+        with tqdm(total=len(ids), desc="Generating", unit="prompt", disable=not use_tqdm) as bar:
+            while True:
+                while finished:
+                    output = finished.popleft()
+                    _raise_failure(output)
+                    results[output.request_id] = output
+                    num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+                    speed = num_tokens / max(time.perf_counter() - start, 1e-9)
+                    bar.set_postfix_str(f"{speed:.1f} tok/s", refresh=False)
+                    bar.update()
+                if len(results) == len(ids):
+                    break
+                if not engine.advance() and not finished:
+                    _raise_if_stuck(engine, next(name for name in ids if name not in results))
+    except BaseException:  # Ctrl-C included: nobody will come for the rest
+        for request_id in ids:
+            _abort_if_there(engine, request_id)
+        raise
+    return [results[request_id] for request_id in ids]
+
+
+class OutputStream(Iterator[RequestOutput]):
+    """The outputs of one request, growing: each holds everything so far, the last one is ``finished``.
+
+    A context manager; ``close`` aborts the request if it has not finished. So does leaving it to the garbage collector.
+    """
+
+    def __init__(
+        self, engine: Engine, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None
+    ) -> None:
+        self._engine = engine
+        self._outputs: deque[RequestOutput] = deque()
+        self._done = True  # nothing to close yet, should the next line raise
+        self.request_id = engine.add_request(
+            prompt, params, request_id=request_id, stream=True, on_output=self._outputs.append
+        )
+        self._done = False
+
+    def __next__(self) -> RequestOutput:
+        if self._done:
+            raise StopIteration
+        while not self._outputs:
+            if not self._engine.advance() and not self._outputs:
+                _raise_if_stuck(self._engine, self.request_id)
+        output = self._outputs.popleft()
+        self._done = output.finished
+        _raise_failure(output)
+        return output
+
+    def close(self) -> None:
+        """Abort the request unless it has finished; the iteration ends."""
+        if not self._done:
+            self._done = True
+            _abort_if_there(self._engine, self.request_id)
+
+    def __enter__(self) -> OutputStream:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _raise_if_stuck(engine: Engine, request_id: str) -> None:
+    """Abort a request that no step can advance. (Alone it would fit, so nobody inside of the engine is to blame.)"""
+    if not engine.is_unfinished(request_id) or engine.advance():
+        return  # another thread ended it, or brought work, meanwhile
+    blocks = engine.scheduler.block_manager
+    free = blocks.num_free_blocks
+    _abort_if_there(engine, request_id)
+    raise OutOfBlocksError(
+        f"request {request_id!r} cannot go on: {free} of {blocks.num_blocks} blocks are free, and tables or leases "
+        f"outside of this engine hold the others"
+    )
+
+
+def _raise_failure(output: RequestOutput) -> None:
+    if output.error is not None:
+        raise output.error
+
+
+def _abort_if_there(engine: Engine, request_id: str) -> None:
+    with suppress(UnknownRequestError, EngineClosedError):  # it has finished
+        engine.abort(request_id)
