@@ -1,0 +1,30 @@
+// What the attention kernels share: finding a token in the paged cache, and exponentials in base 2.
+//
+// Macros given at compile time: SCALAR (bf16 or fp16), HEAD_DIM (64, 96, 128, 256), BLOCK_SIZE (a multiple of 8).
+#pragma once
+#include "common.cuh"
+
+typedef SCALAR scalar;
+
+// Softmax is computed in base 2: exp(x) = 2^(x * log2 e), and the factor joins the scale that multiplies q·k anyway, so
+// each exponential is the one instruction the hardware has.
+constexpr float LOG2_E = 1.4426950408889634f;
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));  // 2^-inf = 0
+  return y;
+}
+
+// The row of the cache, seen as [num_blocks * BLOCK_SIZE, Hkv, D], that holds token `token` of a sequence.
+// `block_table` is the sequence's row of block_tables. Only call it for token < context_len: the rest is padding.
+__device__ __forceinline__ int cache_row(const int* block_table, int token) {
+  return __ldg(block_table + token / BLOCK_SIZE) * BLOCK_SIZE + token % BLOCK_SIZE;
+}
+
+// An online softmax (Milakov & Gimelshein 2018) keeps, while scores stream by, the largest score so far and the sum of
+// 2^(score - largest). Two such states, over disjoint tokens, merge exactly: rescale both to the larger maximum and add.
+// This is the factor for one of them. An empty state has maximum -inf; two empty ones must not give inf - inf = NaN.
+__device__ __forceinline__ float rescale(float own_max, float merged_max) {
+  return own_max == NEG_INF ? 0.f : exp2_fast(own_max - merged_max);
+}

@@ -1,0 +1,204 @@
+// Paged decode attention, third version: split contexts, share keys and values between query heads, use tensor cores.
+//
+// * Split: contexts are cut into parts of equal size, as many as the GPU has room for blocks (attention_plan.cuh), so
+//   every SM reads memory until the end whatever the batch looks like. Flash-Decoding (Dao et al. 2023) in spirit, with
+//   the even division of Stream-K (Osama et al. 2023).
+// * Share: the query heads that use one key/value head (grouped-query attention) are the rows of one matrix, so that a
+//   key is loaded once for all of them.
+// * Tensor cores: with 4 query heads per key, a byte loaded needs 4 multiply-adds, which at 4 TB/s already fills half of the
+//   ordinary cores' issue slots, and 8 overflow them. One mma.sync takes up to 16 heads at the same cost.
+// * In flight: 4.8 TB/s with 800 ns latency over 132 SMs needs 29 KB under way in each SM at all times. cp.async brings
+//   tiles into a ring of STAGES slots per warp: STAGES - 1 tiles are under way while one is used. Warps do not share
+//   tiles, so the loop has no barrier at all.
+#include "attention_mma.cuh"
+#include "attention_plan.cuh"
+
+constexpr int WARPS = HEAD_DIM <= 128 ? 4 : 2;
+constexpr int STAGES = 3;
+constexpr int TILE_BYTES = UNIT * ROW_BYTES;                // UNIT token rows of K, or of V
+constexpr int RING_BYTES = STAGES * 2 * TILE_BYTES;         // per warp; the host passes WARPS * RING_BYTES as shared memory
+constexpr int ACC_STRIDE = HEAD_DIM + 8;                    // floats; the padding keeps 8-byte stores off each other's banks
+
+// Copy one tile of K and V into a ring slot. Lane i holds the cache row of token i % 16, or -1 past the end.
+__device__ __forceinline__ void fetch_tile(u32 slot, const scalar* k_cache, const scalar* v_cache, int row, int num_kv_heads,
+                                           int kv_head, int lane) {
+#pragma unroll
+  for (int i = 0; i < UNIT * ROW_CHUNKS / WARP; ++i) {
+    const int token = (i * WARP + lane) / ROW_CHUNKS, chunk = (i * WARP + lane) % ROW_CHUNKS;
+    const int token_row = __shfl_sync(FULL_MASK, row, token);
+    // Tokens past the end become zeros: a probability of 0 would not silence a NaN left in an unused slot of V.
+    const bool valid = token_row >= 0;
+    const i64 at = valid ? ((i64)token_row * num_kv_heads + kv_head) * HEAD_DIM + chunk * 8 : 0;
+    copy16_async(slot + tile_offset(token, chunk), k_cache + at, valid);
+    copy16_async(slot + TILE_BYTES + tile_offset(token, chunk), v_cache + at, valid);
+  }
+}
+
+// grid: any number of blocks, block WARPS * 32 threads.
+extern "C" __global__ void __launch_bounds__(WARPS * WARP) attention_decode_split(
+    scalar* __restrict__ out,               // [B, Hq, D]
+    float* __restrict__ partial_out,        // [2 * gridDim.x, 16, D] pieces of segments that were cut
+    float* __restrict__ partial_lse,        // [2 * gridDim.x, 16] base-2 logarithm of each piece's sum of exponentials
+    const scalar* __restrict__ q,           // [B, Hq, D], rows q_stride elements apart
+    const scalar* __restrict__ k_cache,     // [num_blocks, BLOCK_SIZE, Hkv, D]
+    const scalar* __restrict__ v_cache,     // same
+    const int* __restrict__ block_tables,   // [B, max_blocks]
+    const int* __restrict__ context_lens,   // [B]
+    float scale, int q_stride, int max_blocks, int num_seqs, int num_heads, int num_kv_heads) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ float warp_largest[WARPS][MAX_GROUP], warp_total[WARPS][MAX_GROUP];
+  const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+  unsigned char* ring_memory = shared + warp * RING_BYTES;
+  const u32 ring = shared_address(ring_memory);
+
+  // Nobody has a part of an empty sequence: its output is zero.
+  for (int seq = blockIdx.x; seq < num_seqs; seq += gridDim.x) {
+    if (__ldg(context_lens + seq) > 0) continue;
+    for (int i = threadIdx.x; i < num_heads * ROW_CHUNKS; i += WARPS * WARP)
+      store16(out + ((i64)seq * num_heads * ROW_CHUNKS + i) * 8, make_uint4(0, 0, 0, 0));
+  }
+
+  const HeadGroups groups(num_heads, num_kv_heads);
+  const Plan plan = make_plan(context_lens, num_seqs, groups.per_seq, gridDim.x);
+  if ((int)blockIdx.x >= plan.parts) return;
+  const i64 begin = plan.first_unit(blockIdx.x);
+  int units_left = (int)(plan.first_unit(blockIdx.x + 1) - begin);
+  Place place = find_place(begin, context_lens, num_seqs, groups.per_seq);
+
+  for (int piece = 2 * blockIdx.x; units_left > 0; piece = 2 * blockIdx.x + 1) {
+    const int context_len = __ldg(context_lens + place.seq), segment_units = num_units(context_len);
+    if (segment_units == 0) {  // an empty sequence takes no room on the line
+      place = {place.seq + 1, 0, 0};
+      continue;
+    }
+    const int first = place.unit, last = min(first + units_left, segment_units);  // this piece: units first ... last - 1
+    const int kv_head = groups.kv_head(place.segment);
+    const int first_head = groups.first_head(place.segment), heads = groups.num_heads(place.segment);
+    const int* block_table = block_tables + (i64)place.seq * max_blocks;
+
+    // Q as the A operand: rows are heads, those past the group are zero.
+    u32 q_frag[HEAD_DIM / 16][4];
+    const scalar* q_rows = q + (i64)place.seq * q_stride + first_head * HEAD_DIM + 2 * t;
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16 * 4; ++i) {
+      const int head = g + i % 2 * 8, dim = i / 4 * 16 + i % 4 / 2 * 8;
+      q_frag[i / 4][i % 4] = head < heads ? *(const u32*)(q_rows + head * HEAD_DIM + dim) : 0;
+    }
+
+    float acc[HEAD_DIM / 8][4] = {}, largest[2] = {NEG_INF, NEG_INF}, total[2] = {0.f, 0.f};  // rows g and g + 8
+
+    // Warp w takes units first + w, first + w + WARPS, ... `row` always runs one tile ahead of the fetches, which
+    // would otherwise wait for the block table.
+    const auto row_of = [&](int unit) {
+      const int token = unit * UNIT + lane % UNIT;
+      return unit < last && token < context_len ? cache_row(block_table, token) : -1;
+    };
+    int unit = first + warp, row = row_of(unit), slot = 0;
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s) {
+      fetch_tile(ring + s * 2 * TILE_BYTES, k_cache, v_cache, row, num_kv_heads, kv_head, lane);
+      copy_commit();
+      row = row_of(unit + (s + 1) * WARPS);
+    }
+    for (; unit < last; unit += WARPS) {
+      copy_wait<STAGES - 2>();
+      __syncwarp();  // every lane's part of the tile has arrived, and every lane is done with the slot refilled next
+      const int refill = slot == 0 ? STAGES - 1 : slot - 1;
+      if (unit + (STAGES - 1) * WARPS < last)
+        fetch_tile(ring + refill * 2 * TILE_BYTES, k_cache, v_cache, row, num_kv_heads, kv_head, lane);
+      copy_commit();  // even when empty, so that the count of groups stays right
+      row = row_of(unit + STAGES * WARPS);
+
+      const u32 k_tile = ring + slot * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
+      slot = slot == STAGES - 1 ? 0 : slot + 1;
+
+      float scores[2][4] = {};  // Q K^T: 16 heads x 2 * 8 tokens
+#pragma unroll
+      for (int k = 0; k < HEAD_DIM / 16; ++k) {
+        u32 b[4];
+        load_matrices(b, k_tile + tile_offset(lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+        mma_16x8x16<scalar>(scores[0], q_frag[k], b[0], b[1]);
+        mma_16x8x16<scalar>(scores[1], q_frag[k], b[2], b[3]);
+      }
+
+      u32 p_frag[4];  // the probabilities, as the A operand of P V
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {  // row g, then row g + 8
+        float s[4] = {scores[0][2 * r], scores[0][2 * r + 1], scores[1][2 * r], scores[1][2 * r + 1]};
+        float new_largest = largest[r];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int token = unit * UNIT + i / 2 * 8 + 2 * t + i % 2;
+          s[i] = token < context_len ? s[i] * (scale * LOG2_E) : NEG_INF;
+          new_largest = fmaxf(new_largest, s[i]);
+        }
+        // The 4 lanes of a row agree. A unit's first token is inside the context, so the maximum is finite.
+        new_largest = warp_max<4>(new_largest);
+        const float keep = exp2_fast(largest[r] - new_largest);
+        largest[r] = new_largest;
+        total[r] *= keep;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          s[i] = exp2_fast(s[i] - new_largest);
+          total[r] += s[i];  // this lane's tokens only; lanes are added at the end
+        }
+        p_frag[r] = pack2<scalar>(s[0], s[1]);
+        p_frag[2 + r] = pack2<scalar>(s[2], s[3]);
+#pragma unroll
+        for (int n = 0; n < HEAD_DIM / 8; ++n) {
+          acc[n][2 * r] *= keep;
+          acc[n][2 * r + 1] *= keep;
+        }
+      }
+
+#pragma unroll
+      for (int n = 0; n < HEAD_DIM / 16; ++n) {
+        u32 b[4];
+        load_matrices_transposed(b, v_tile + tile_offset(lane % 16, 2 * n + lane / 16));
+        mma_16x8x16<scalar>(acc[2 * n], p_frag, b[0], b[1]);
+        mma_16x8x16<scalar>(acc[2 * n + 1], p_frag, b[2], b[3]);
+      }
+    }
+
+    // Merge the warps through shared memory. The rings are free now: a warp leaves its sums in its own.
+    copy_wait<0>();
+    __syncwarp();
+    float* own = reinterpret_cast<float*>(ring_memory);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float row_total = warp_sum<4>(total[r]);
+      if (t == 0) {
+        warp_largest[warp][g + 8 * r] = largest[r];
+        warp_total[warp][g + 8 * r] = row_total;
+      }
+#pragma unroll
+      for (int n = 0; n < HEAD_DIM / 8; ++n)
+        *(float2*)(own + (g + 8 * r) * ACC_STRIDE + n * 8 + 2 * t) = make_float2(acc[n][2 * r], acc[n][2 * r + 1]);
+    }
+    __syncthreads();
+    const bool whole = first == 0 && last == segment_units;  // no other part has a piece of this segment
+    for (int i = threadIdx.x; i < heads * HEAD_DIM; i += WARPS * WARP) {
+      const int head = i / HEAD_DIM, d = i % HEAD_DIM;
+      float merged_largest = NEG_INF, merged_total = 0.f, merged = 0.f;
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) merged_largest = fmaxf(merged_largest, warp_largest[w][head]);
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) {
+        const float factor = rescale(warp_largest[w][head], merged_largest);
+        merged_total += warp_total[w][head] * factor;
+        merged += reinterpret_cast<float*>(shared + w * RING_BYTES)[head * ACC_STRIDE + d] * factor;
+      }
+      merged /= merged_total;
+      if (whole) {
+        out[((i64)place.seq * num_heads + first_head + head) * HEAD_DIM + d] = from_float<scalar>(merged);
+      } else {
+        partial_out[((i64)piece * MAX_GROUP + head) * HEAD_DIM + d] = merged;
+        if (d == 0) partial_lse[piece * MAX_GROUP + head] = merged_largest + __log2f(merged_total);
+      }
+    }
+    __syncthreads();  // the rings are about to be refilled
+
+    units_left -= last - first;
+    place = place.segment + 1 < groups.per_seq ? Place{place.seq, place.segment + 1, 0} : Place{place.seq + 1, 0, 0};
+  }
+}

@@ -1,0 +1,85 @@
+// How split-KV decode attention divides its work, computed on the device.
+//
+// Lay the contexts of all (sequence, head group) segments end to end, measured in units of UNIT tokens, and cut the line
+// into equal parts, one per thread block:
+//
+//   segments   |---- seq 0, heads 0 ----|---- seq 0, heads 1 ----|- seq 1, heads 0 -|- seq 1, heads 1 -| ...
+//   parts      |     0     |     1     |     2     |     3     |     4     |     5     |     6     | ...
+//
+// Every part reads the same number of bytes however ragged the batch is, and the grid depends on the GPU alone, so that
+// a captured CUDA graph stays right when context lengths change. A part may meet several segments, a segment several
+// parts; the pieces of a segment are merged by a second kernel.
+#pragma once
+#include "common.cuh"
+
+constexpr int UNIT = 16;       // tokens: one tile of a warp
+constexpr int MIN_UNITS = 4;   // smallest part worth a block: below it fetching costs less than merging
+constexpr int MAX_GROUP = 16;  // query heads handled together: rows of the tensor core's tile
+
+__device__ __forceinline__ int num_units(int context_len) { return (context_len + UNIT - 1) / UNIT; }
+
+// Query heads come in groups that share a key/value head; more than MAX_GROUP sharing one are cut into several groups.
+// Each (sequence, group) is one segment.
+struct HeadGroups {
+  int ratio, per_kv_head, per_seq;
+  __device__ __forceinline__ HeadGroups(int num_heads, int num_kv_heads)
+      : ratio(num_heads / num_kv_heads), per_kv_head((ratio + MAX_GROUP - 1) / MAX_GROUP),
+        per_seq(num_kv_heads * per_kv_head) {}
+  __device__ __forceinline__ int kv_head(int group) const { return group / per_kv_head; }
+  __device__ __forceinline__ int first_head(int group) const {
+    return kv_head(group) * ratio + group % per_kv_head * MAX_GROUP;
+  }
+  __device__ __forceinline__ int num_heads(int group) const {
+    return min(MAX_GROUP, ratio - group % per_kv_head * MAX_GROUP);
+  }
+};
+
+struct Plan {
+  i64 total;  // units of all segments
+  int parts;  // how many blocks get a part; the others have nothing to do
+
+  // Part p is the units first_unit(p) ... first_unit(p + 1) - 1.
+  __device__ __forceinline__ i64 first_unit(int part) const { return part * total / parts; }
+  // The part that holds a unit: the last one with first_unit(part) <= unit.
+  __device__ __forceinline__ int part_of(i64 unit) const { return (int)(((unit + 1) * parts - 1) / total); }
+};
+
+// Every warp makes the plan for itself, with no barrier; all its lanes get the result.
+__device__ __forceinline__ Plan make_plan(const int* context_lens, int num_seqs, int segments_per_seq, int max_parts) {
+  int units = 0;
+  for (int i = threadIdx.x % WARP; i < num_seqs; i += WARP) units += num_units(__ldg(context_lens + i));
+  Plan plan;
+  plan.total = (i64)__reduce_add_sync(FULL_MASK, units) * segments_per_seq;
+  const i64 useful = (plan.total + MIN_UNITS - 1) / MIN_UNITS;
+  plan.parts = useful < max_parts ? (int)useful : max_parts;
+  return plan;
+}
+
+// A place on the line: `unit` units into segment `segment` of sequence `seq`.
+struct Place {
+  int seq, segment, unit;
+};
+
+// Find a unit of the line (unit < total). Warps scan 32 sequences at a time.
+__device__ __forceinline__ Place find_place(i64 unit, const int* context_lens, int num_seqs, int segments_per_seq) {
+  const int lane = threadIdx.x % WARP;
+  i64 before = 0;  // units of all sequences before this group of 32
+  for (int group = 0;; group += WARP) {
+    const int own = group + lane < num_seqs ? num_units(__ldg(context_lens + group + lane)) : 0;
+    int upto = own;  // inclusive prefix sum over the lanes
+#pragma unroll
+    for (int step = 1; step < WARP; step *= 2) {
+      const int other = __shfl_up_sync(FULL_MASK, upto, step);
+      if (lane >= step) upto += other;
+    }
+    const u32 beyond = __ballot_sync(FULL_MASK, before + (i64)upto * segments_per_seq > unit);
+    if (beyond != 0) {
+      const int found = __ffs(beyond) - 1;
+      const int units = __shfl_sync(FULL_MASK, own, found);
+      const i64 start = before + (i64)(__shfl_sync(FULL_MASK, upto, found) - units) * segments_per_seq;
+      const int offset = (int)(unit - start);
+      return {group + found, offset / units, offset % units};
+    }
+    before += (i64)__shfl_sync(FULL_MASK, upto, WARP - 1) * segments_per_seq;
+  }
+}

@@ -1,0 +1,275 @@
+"""Host side of the attention kernels: which variant, how large a grid, how much shared memory and workspace.
+
+Everything here depends on shapes and on the GPU, never on values that lie on the device, so that a launch captured into
+a CUDA graph stays right when context lengths and block tables change in place. What does depend on them (how the work
+is divided, when to stop) the kernels compute for themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanopd.errors import UnsupportedShapeError
+from nanopd.ops import checks
+from nanopd.ops.compiler import Kernel, KernelLibrary
+
+SCALAR_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+HEAD_DIMS = (64, 96, 128, 256)
+
+DecodeKernel = Literal["naive", "warp", "split"]
+PrefillKernel = Literal["naive", "tiled"]
+
+# These repeat constants of csrc; tests/gpu/test_attention.py fails if they drift apart.
+_MAX_GROUP = 16  # attention_plan.cuh: query heads handled together
+_UNIT = 16  # attention_plan.cuh: tokens in a unit of work
+_MIN_UNITS = 4  # attention_plan.cuh: units in the smallest part
+_SPLIT_STAGES = 3  # attention_decode_split.cu
+_WARP_KERNEL_THREADS = 256  # attention_decode_warp.cu
+_TILED_THREADS = 128  # attention_prefill_tiled.cu
+
+_MAX_GRID_YZ = 65535  # the hardware's limit for the second and third grid dimension
+_REGISTERS_PER_SM = 65536  # on every architecture from sm_80 on
+_RESERVED_SHARED_BYTES = 1024  # what the driver takes per resident block
+
+
+class KernelVariant(NamedTuple):
+    """One thing to compile: ``function`` of ``csrc/file`` under ``defines``."""
+
+    file: str
+    function: str
+    defines: dict[str, object]
+
+
+def variants(
+    dtypes: Iterable[torch.dtype] = tuple(SCALAR_NAMES),
+    head_dims: Iterable[int] = HEAD_DIMS,
+    block_sizes: Iterable[int] = (16,),
+) -> list[KernelVariant]:
+    """Every kernel that ``PagedAttention`` can ask for with these dtypes, head dims and block sizes."""
+    names = ("decode_naive", "decode_warp", "decode_split", "decode_merge", "prefill_naive")
+    result = []
+    for dtype in dtypes:
+        for head_dim in head_dims:
+            for block_size in block_sizes:
+                defines = _defines(dtype, head_dim, block_size)
+                result += [KernelVariant(f"attention_{name}.cu", f"attention_{name}", defines) for name in names]
+                for row_tiles in (1, 2) if head_dim <= 128 else (1,):
+                    tiled = defines | {"ROW_TILES": row_tiles}
+                    result.append(KernelVariant("attention_prefill_tiled.cu", "attention_prefill_tiled", tiled))
+    return result
+
+
+class PagedAttention:
+    """Attention over a paged KV cache on one GPU.
+
+    Args:
+        library: compiled kernels of the device.
+        num_sms: how many SMs the kernels will find. Less than the GPU has when they run in an SM partition: decode
+            cuts its work into as many equal parts as fit the SMs at once, so a wrong count costs time (never
+            correctness).
+    """
+
+    def __init__(self, library: KernelLibrary, *, num_sms: int | None = None) -> None:
+        self._library = library
+        self._device = library.device
+        properties = torch.cuda.get_device_properties(library.device)
+        self.num_sms = num_sms or properties.multi_processor_count
+        self._shared_bytes_per_sm = properties.shared_memory_per_multiprocessor
+
+    def decode(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        out: Tensor | None = None,
+        *,
+        kernel: DecodeKernel = "split",
+    ) -> Tensor:
+        """One query per sequence against its whole context; see ``Ops.paged_decode_attention``.
+
+        Args:
+            q: [B, Hq, D] bfloat16 or float16, rows may be strided; D in 64, 96, 128, 256.
+            k_cache, v_cache: [num_blocks, block_size, Hkv, D], block_size a multiple of 8.
+            block_tables: [B, max_blocks] int32.
+            context_lens: [B] int32; 0 gives zeros.
+            scale: > 0.
+            out: [B, Hq, D], written if given.
+            kernel: ``naive``, ``warp`` and ``split`` give the same result at very different speeds.
+
+        Raises:
+            UnsupportedShapeError: nothing was launched.
+        """
+        checks.decode_attention(q, k_cache, v_cache, block_tables, context_lens, out)
+        self._check(q, k_cache, v_cache, scale, (block_tables, context_lens))
+        out = self._output(q, out)
+        num_seqs, num_heads, head_dim = q.shape
+        if num_seqs > _MAX_GRID_YZ:
+            raise UnsupportedShapeError(f"{num_seqs} sequences in one decode batch; the grid takes {_MAX_GRID_YZ}")
+        if out.numel() == 0:
+            return out
+        if kernel == "split":
+            self._decode_split(out, q, k_cache, v_cache, block_tables, context_lens, scale)
+            return out
+        launch = self._kernel(f"decode_{kernel}", q.dtype, k_cache)
+        threads = head_dim if kernel == "naive" else _WARP_KERNEL_THREADS
+        tensors = (out, q, k_cache, v_cache, block_tables, context_lens)
+        launch((num_heads, num_seqs), threads, *tensors, scale, q.stride(0), block_tables.shape[1], k_cache.shape[2])
+        return out
+
+    def prefill(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        cu_seqlens_q: Tensor,
+        context_lens: Tensor,
+        max_seqlen_q: int,
+        scale: float,
+        out: Tensor | None = None,
+        *,
+        kernel: PrefillKernel = "tiled",
+    ) -> Tensor:
+        """Chunks of queries, causal over cached prefix and chunk; see ``Ops.paged_prefill_attention``.
+
+        Args:
+            q: [T, Hq, D] bfloat16 or float16, rows may be strided; D in 64, 96, 128, 256.
+            k_cache, v_cache: [num_blocks, block_size, Hkv, D]; the chunk's own keys and values are stored already.
+            block_tables: [S, max_blocks] int32.
+            cu_seqlens_q: [S + 1] int32.
+            context_lens: [S] int32, the chunk included; 0 gives zeros.
+            max_seqlen_q: the longest chunk, or more. Queries beyond it in a longer one would not be computed.
+            scale: > 0.
+            out: [T, Hq, D], written if given. Rows at and after ``cu_seqlens_q[-1]`` are left as they are.
+
+        Raises:
+            UnsupportedShapeError: nothing was launched.
+        """
+        checks.prefill_attention(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, out)
+        self._check(q, k_cache, v_cache, scale, (block_tables, cu_seqlens_q, context_lens))
+        out = self._output(q, out)
+        num_tokens, num_heads, head_dim = q.shape
+        num_seqs, max_blocks = block_tables.shape
+        if max(num_seqs, num_heads) > _MAX_GRID_YZ:
+            raise UnsupportedShapeError(f"{num_seqs} sequences, {num_heads} heads; the grid takes {_MAX_GRID_YZ}")
+        if out.numel() == 0 or num_seqs == 0 or max_seqlen_q < 1:
+            return out
+        tensors = (out, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens)
+        if kernel == "naive":
+            launch = self._kernel("prefill_naive", q.dtype, k_cache)
+            sizes = (q.stride(0), max_blocks, num_seqs, k_cache.shape[2])
+            launch((num_tokens, num_heads), head_dim, *tensors, scale, *sizes)
+            return out
+        row_tiles = self._row_tiles(head_dim, num_heads * num_seqs, max_seqlen_q)
+        tile_q, shared = tiled_shape(head_dim, row_tiles)
+        launch = self._kernel("prefill_tiled", q.dtype, k_cache, ROW_TILES=row_tiles)
+        grid = (num_heads, num_seqs, min(_ceil_div(max_seqlen_q, tile_q), _ceil_div(num_tokens, tile_q)))
+        if grid[2] > _MAX_GRID_YZ:
+            raise UnsupportedShapeError(
+                f"a chunk of {max_seqlen_q} tokens; at most {_MAX_GRID_YZ * tile_q} are possible"
+            )
+        launch(grid, _TILED_THREADS, *tensors, scale, q.stride(0), max_blocks, k_cache.shape[2], shared=shared)
+        return out
+
+    def _decode_split(
+        self,
+        out: Tensor,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        scale: float,
+    ) -> None:
+        num_seqs, num_heads, head_dim = q.shape
+        num_kv_heads, max_blocks = k_cache.shape[2], block_tables.shape[1]
+        split = self._kernel("decode_split", q.dtype, k_cache)
+        warps, shared = split_shape(head_dim)
+        ratio = num_heads // num_kv_heads
+        most_work = (
+            num_seqs * num_kv_heads * _ceil_div(ratio, _MAX_GROUP) * _ceil_div(max_blocks * k_cache.shape[1], _UNIT)
+        )
+        room = self.num_sms * self._blocks_per_sm(split, warps * 32, shared)
+        parts = max(1, min(room, _ceil_div(most_work, _MIN_UNITS)))
+
+        # Up to two unfinished pieces per part: 16 heads of D sums and one logarithm each, in float32. Freed on return,
+        # which is safe: torch hands the memory only to work that comes later on this stream.
+        pieces = 2 * parts * _MAX_GROUP
+        workspace = torch.empty(pieces * (head_dim + 1), dtype=torch.float32, device=self._device)
+        partial_lse = workspace.data_ptr() + pieces * head_dim * 4
+        tensors = (out, workspace, partial_lse, q, k_cache, v_cache, block_tables, context_lens)
+        sizes = (q.stride(0), max_blocks, num_seqs, num_heads, num_kv_heads)
+        split(parts, warps * 32, *tensors, scale, *sizes, shared=shared)
+        if parts > 1:
+            merge = self._kernel("decode_merge", q.dtype, k_cache)
+            threads = head_dim // 4 * (8 if head_dim == 96 else 1024 // head_dim)
+            grid = (parts, min(ratio, _MAX_GROUP))
+            merge(grid, threads, out, workspace, partial_lse, context_lens, num_seqs, num_heads, num_kv_heads)
+
+    def _kernel(self, name: str, dtype: torch.dtype, k_cache: Tensor, **more: object) -> Kernel:
+        defines = _defines(dtype, k_cache.shape[3], k_cache.shape[1]) | more
+        return self._library.get(f"attention_{name}.cu", f"attention_{name}", defines)
+
+    def _blocks_per_sm(self, kernel: Kernel, threads: int, shared: int) -> int:
+        """How many blocks of the kernel are resident on one SM at a time, by shared memory and by registers."""
+        by_shared = self._shared_bytes_per_sm // (shared + kernel.static_shared_bytes + _RESERVED_SHARED_BYTES)
+        by_registers = _REGISTERS_PER_SM // (threads * _ceil_div(kernel.num_registers, 8) * 8)
+        return max(1, min(by_shared, by_registers))
+
+    def _row_tiles(self, head_dim: int, blocks_per_tile: int, max_seqlen_q: int) -> int:
+        """2 where registers allow it and the larger tiles still fill the GPU twice, else 1."""
+        if head_dim > 128 or max_seqlen_q <= 64:
+            return 1
+        return 2 if blocks_per_tile * _ceil_div(max_seqlen_q, 128) >= 2 * self.num_sms else 1
+
+    def _output(self, q: Tensor, out: Tensor | None) -> Tensor:
+        if out is None:
+            return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if out.device != self._device or out.data_ptr() % 16:
+            raise UnsupportedShapeError(f"out must lie on {self._device}, at a 16-byte boundary; it is on {out.device}")
+        return out
+
+    def _check(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, indices: tuple[Tensor, ...]) -> None:
+        """What these kernels ask for beyond ``nanopd.ops.checks``."""
+        if q.dtype not in SCALAR_NAMES:
+            raise UnsupportedShapeError(f"dtype {q.dtype}; the kernels take {' and '.join(SCALAR_NAMES.values())}")
+        if q.shape[2] not in HEAD_DIMS:
+            raise UnsupportedShapeError(f"head dimension {q.shape[2]}; the kernels are written for {HEAD_DIMS}")
+        if not 0 < scale < math.inf:
+            raise UnsupportedShapeError(f"scale {scale}; it must be positive and finite")
+        for tensor in (q, k_cache, v_cache, *indices):
+            if tensor.device != self._device:
+                raise UnsupportedShapeError(f"a tensor lies on {tensor.device}, the kernels run on {self._device}")
+        if q.stride(0) % 8 or (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) % 16:
+            raise UnsupportedShapeError(
+                f"rows of q (stride {q.stride(0)} elements) and caches must start at 16-byte boundaries"
+            )
+
+
+def split_shape(head_dim: int) -> tuple[int, int]:
+    """Warps per block and bytes of dynamic shared memory of attention_decode_split.cu."""
+    warps = 4 if head_dim <= 128 else 2
+    return warps, warps * _SPLIT_STAGES * 2 * _UNIT * head_dim * 2
+
+
+def tiled_shape(head_dim: int, row_tiles: int) -> tuple[int, int]:
+    """Queries per block and bytes of dynamic shared memory of attention_prefill_tiled.cu."""
+    tile_q = 4 * row_tiles * 16
+    tile_k = 64 if head_dim <= 128 else 32
+    return tile_q, (tile_q + 2 * 2 * tile_k) * head_dim * 2
+
+
+def _defines(dtype: torch.dtype, head_dim: int, block_size: int) -> dict[str, object]:
+    return {"SCALAR": SCALAR_NAMES[dtype], "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size}
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
