@@ -25,3 +25,17 @@ def tiny():
     from nanopd.model import load_model
 
     return load_model("dummy:tiny", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def hf_smollm2(smollm2):
+    """The embedded model in transformers, float32 on the CPU: the oracle. ``smollm2`` has converted it before."""
+    import torch
+    import transformers
+
+    from nanopd.model.embedded import embedded_model
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(embedded_model(), dtype=torch.float32).eval()
+    # The checkpoint brings defaults for generation (sampling, a penalty ...); the tests say what they want.
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    return model

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from nanopd.engine.inputs import InputPacker
+from nanopd.engine.plan import StepPlan
 from nanopd.engine.sampler import greedy_tokens
-from nanopd.engine.scheduler import StepPlan
 from nanopd.errors import ConfigError
 from nanopd.kv.cache import KVCache
 from nanopd.model.batch import ForwardBatch

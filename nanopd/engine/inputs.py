@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopd.engine.scheduler import StepPlan
+from nanopd.engine.plan import StepPlan
 from nanopd.errors import ConfigError
 from nanopd.kv.block_table import BlockTable
 from nanopd.model.batch import ForwardBatch

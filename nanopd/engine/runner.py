@@ -17,9 +17,9 @@ from torch import Tensor
 
 from nanopd.engine.cuda_graphs import DecodeGraphs
 from nanopd.engine.inputs import InputPacker
+from nanopd.engine.plan import StepPlan
 from nanopd.engine.request import Request
 from nanopd.engine.sampler import SamplingBatch, greedy_tokens, sample_tokens
-from nanopd.engine.scheduler import StepPlan
 from nanopd.engine.uniforms import uniforms
 from nanopd.errors import ConfigError, NonFiniteLogitsError
 from nanopd.kv.cache import KVCache
