@@ -61,10 +61,13 @@ def random_hf_model(case: str, **overrides: Any) -> Any:
     config = getattr(transformers, class_name)(**{**sizes, **differs, **overrides})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     generator = torch.Generator().manual_seed(len(case))
+    matrix_deviation = 2.0 * config.hidden_size**-0.5  # keeps attention from being one-hot at any width
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            centre = 1.0 if "norm" in name else 0.0  # a norm of mean 0 would hide what it scales
-            parameter.normal_(centre, 0.2, generator=generator)
+            if "norm" in name:
+                parameter.normal_(1.0, 0.2, generator=generator)
+            else:
+                parameter.normal_(0.0, matrix_deviation, generator=generator)
     return model
 
 
