@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -55,6 +56,22 @@ def test_environment_yml_lists_the_same_ranges() -> None:
     assert "-c constraints.txt" in PIP_PART
     assert "-e ." in PIP_PART
     assert f"python{PYPROJECT['project']['requires-python']}" in CONDA["dependencies"]
+
+
+def test_every_import_is_declared() -> None:
+    """A package that comes along with another one today may not tomorrow."""
+    distributions = {"cuda": "cuda-core", "IPython": "ipython", "huggingface_hub": "huggingface-hub"}
+    declared = set(DECLARED) | set(requirements(EXTRAS["scaleout"]))
+    undeclared = set()
+    for path in (ROOT / "nanopd").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            for top in {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"nanopd"}:
+                if canonicalize_name(distributions.get(top, top)) not in declared:
+                    undeclared.add(f"{path.name}: {top}")
+    assert undeclared == set()
 
 
 def test_both_cuda_extras_ask_for_the_same_cuda_core() -> None:

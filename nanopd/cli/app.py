@@ -1,0 +1,140 @@
+"""The commands and their options. What they do stands in one file each, imported when the command runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import nanopd
+from nanopd.errors import NanoPDError
+
+app = typer.Typer(
+    name="nanopd",
+    help="LLM inference with prefill and decode in separate places: a small engine and the course that builds it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[str, typer.Option(help="smollm2, dummy:SHAPE, a folder, or a Hugging Face name.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. [default: a GPU if there is one]")]
+DType = Annotated[str | None, typer.Option(help="float32, float16, bfloat16. [default: by device]")]
+Out = Annotated[Path | None, typer.Option(help="Also write the results as JSON to this file.")]
+
+
+def run(arguments: list[str]) -> int:
+    """Runs one command; returns its exit code: 1 when something failed, 2 when the caller can fix the arguments."""
+    try:
+        app(args=arguments, prog_name="nanopd")
+    except NanoPDError as error:
+        # str(KeyError) puts quotes around the message; its argument is the message.
+        message = error.args[0] if isinstance(error, KeyError) and error.args else error
+        print(f"nanopd: {message}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `nanopd ... | head`
+        sys.stderr.close()
+        return 1
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    if version:
+        print(f"nanopd {nanopd.__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def doctor(json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False) -> None:
+    """Say what this machine has, what is missing, and the command that fixes it."""
+    from nanopd.cli.doctor import report
+
+    raise typer.Exit(report(as_json=json))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    model: Model = "smollm2",
+    device: Device = None,
+    dtype: DType = None,
+    chat: Annotated[bool, typer.Option(help="Wrap the prompt in the model's chat template.")] = False,
+    n: Annotated[int, typer.Option(help="Samples; more than one are shown when they are finished.")] = 1,
+    max_tokens: Annotated[int, typer.Option(help="Output limit in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this probability.")] = 0.95,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this string (repeatable).")] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Go on past the end-of-sequence token.")] = False,
+    stats: Annotated[bool, typer.Option(help="Show time to first token and time per token.")] = True,
+) -> None:
+    """Continue a prompt; tokens are shown as they come."""
+    from nanopd.cli.generate import stream_to_terminal
+    from nanopd.engine.sampling_params import SamplingParams
+
+    params = SamplingParams(
+        n=n,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+    )
+    text = sys.stdin.read() if prompt == "-" else prompt
+    stream_to_terminal(text, params, model=model, device=device, dtype=dtype, chat=chat, stats=stats)
+
+
+@app.command()
+def prepare() -> None:
+    """Convert the embedded model (SmolLM2-135M-Instruct) once, so that everything else starts quickly."""
+    from nanopd.model.embedded import embedded_model
+
+    print(f"The embedded model is ready: {embedded_model()}")
+
+
+@app.command("bench-kernels")
+def bench_kernels(device: Device = None, dtype: DType = None, out: Out = None) -> None:
+    """Time every kernel against what this device can do at best."""
+    from nanopd.cli.bench import run_kernels
+
+    run_kernels(device=device, dtype=dtype, out=out)
+
+
+@app.command("bench-engine")
+def bench_engine(
+    model: Model = "dummy:qwen3-8b",
+    device: Device = None,
+    dtype: DType = None,
+    out: Out = None,
+) -> None:
+    """Time prefill and decode steps of the engine."""
+    from nanopd.cli.bench import run_engine
+
+    run_engine(model=model, device=device, dtype=dtype, out=out)
+
+
+@app.command()
+def progress(
+    reset: Annotated[bool, typer.Option("--reset", help="Forget what was solved.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Show which exercises of the course are solved."""
+    from nanopd.cli.progress import forget, show
+
+    if not reset:
+        show()
+    elif yes or typer.confirm("Forget all solved exercises?"):
+        forget()
