@@ -36,7 +36,9 @@ NO_TORCH = (
 TORCH = (
     "nanopd.kv.cache",
     "nanopd.engine.runner", "nanopd.engine.sampler", "nanopd.engine.inputs", "nanopd.engine.cuda_graphs",
-    "nanopd.engine.llm", "nanopd.engine.benchmark",
+    "nanopd.engine.llm",
+    "nanopd.engine.beam",
+    "nanopd.engine.kv_budget", "nanopd.engine.benchmark",
     "nanopd.costmodel.profiler",
     "nanopd.course.magic",
 )  # fmt: skip
