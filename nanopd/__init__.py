@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nanopd.engine.llm import LLM
+    from nanopd.engine.outputs import RequestOutput
     from nanopd.engine.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
 
 _LAZY = {
     "LLM": "nanopd.engine.llm",
+    "RequestOutput": "nanopd.engine.outputs",
     "SamplingParams": "nanopd.engine.sampling_params",
 }
 

@@ -11,7 +11,7 @@ Steps with prefill run eagerly: their shapes vary without end, and their kernels
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """One graph per batch size, captured on first use or by ``capture_all``; all share one memory pool.
+    """One graph per batch size, captured on first use or before; all share one memory pool.
 
     Sharing is safe because replays never overlap: they run on one stream, and what a step leaves behind (logits and
     greedy tokens) is copied to buffers outside of the pool inside the graph.
@@ -75,9 +75,9 @@ class DecodeGraphs:
         self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
 
     @property
-    def captured(self) -> list[int]:
-        """Sizes that have a graph already."""
-        return sorted(self._graphs)
+    def missing(self) -> list[int]:
+        """Sizes that have no graph yet, the largest first: captured first, its memory then serves all others."""
+        return [size for size in reversed(self.sizes) if size not in self._graphs]
 
     def size_for(self, num_seqs: int) -> int | None:
         """The smallest size that holds ``num_seqs``, or None: too many for any graph."""
@@ -100,12 +100,6 @@ class DecodeGraphs:
         assert self._logits is not None
         return self._logits[:n], self._tokens[:n]
 
-    def capture_all(self, progress: Callable[[Iterable[int]], Iterable[int]] | None = None) -> None:
-        """Capture every size, the largest first: its memory then serves all others. ``progress`` wraps the sizes."""
-        missing = [size for size in reversed(self.sizes) if size not in self._graphs]
-        for size in progress(missing) if progress else missing:
-            self.capture(size)
-
     def capture(self, size: int) -> None:
         """Record one decode step of ``size`` sequences. The KV cache is left as it is."""
         batch = self._padding_batch(size)
@@ -124,10 +118,12 @@ class DecodeGraphs:
         torch.cuda.current_stream(stream.device).wait_stream(stream)
         self._graphs[size] = graph
 
-    def clear(self) -> None:
-        """Drop all graphs and their memory."""
+    def close(self) -> None:
+        """Drop all graphs, their memory, and the references to model and KV cache."""
         self._graphs.clear()
         self._logits = None
+        self.__dict__.pop("_forward", None)
+        self.__dict__.pop("_kv_cache", None)
 
     def _step(self, batch: ForwardBatch, size: int) -> None:
         logits = self._forward(batch, self._kv_cache)

@@ -6,7 +6,7 @@ draw follows from the logits, the request's parameters and its uniform number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -167,17 +167,24 @@ class ModelRunner:
             step = self._forward(plan, None)
             return step.logits[step.rows]
 
-    def capture_graphs(self, progress: Callable[[Iterable[int]], Iterable[int]] | None = None) -> None:
-        """Capture all decode graphs now rather than on first use. ``progress`` may wrap the sizes in a progress bar."""
+    @torch.inference_mode()
+    def capture_graphs(self, use_tqdm: bool = False) -> None:
+        """Capture all decode graphs now rather than each on its first use; nothing to do where there are none."""
         if self.graphs is None:
-            raise ConfigError(f"there are no CUDA graphs to capture: device {self.device}, or enforce_eager was set")
-        with self._on_device(), torch.inference_mode():
-            self.graphs.capture_all(progress)
+            return
+        from tqdm.auto import tqdm
+
+        with self._on_device(), tqdm(self.graphs.missing, "Capturing CUDA graphs", disable=not use_tqdm) as sizes:
+            for size in sizes:
+                self.graphs.capture(size)
 
     def close(self) -> None:
-        """Drop the CUDA graphs and their memory. Model and KV cache belong to others."""
+        """Drop the CUDA graphs, and the references to model and KV cache. The runner is of no use after this."""
         if self.graphs is not None:
-            self.graphs.clear()
+            self.graphs.close()
+            self.graphs = None
+        for name in ("model", "kv_cache"):
+            self.__dict__.pop(name, None)
 
     # --- inside ------------------------------------------------------------------------------------------------
 

@@ -68,6 +68,11 @@ class Tokenizer:
         token = self.special_tokens.get("eos_token")
         return None if token is None else self.backend.token_to_id(token)
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """As a tuple of none or one, for an engine that is not told the model's own (``ModelConfig`` may list more)."""
+        return () if self.eos_token_id is None else (self.eos_token_id,)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. ``add_special_tokens`` puts a begin-of-text token first, in models that use one."""
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
