@@ -243,7 +243,7 @@ def test_one_graph_captures_every_op(ops: CudaOps) -> None:
         ops.rope(q, k, positions, cos_sin)
         ops.store_kv(k, v, cache[0, 0], cache[0, 1], slots)
         attended = ops.paged_decode_attention(q, cache[0, 0], cache[0, 1], tables, lens, 0.125)
-        normed, total = ops.rms_norm(attended.view(tokens, -1), weight, 1e-6, q.reshape(tokens, -1))
+        normed, total = ops.rms_norm(attended.view(tokens, -1), weight, 1e-6, q.reshape(tokens, -1).contiguous())
         ops.copy_blocks(cache, src, dst)
         return [attended, normed, total, ops.silu_mul(normed), ops.gather_blocks(cache, dst)]
 
