@@ -77,6 +77,7 @@ class PagedAttention:
     def __init__(self, library: KernelLibrary, *, num_sms: int | None = None) -> None:
         self._library = library
         self._device = library.device
+        self._kernels: dict[tuple[object, ...], Kernel] = {}  # by fewer fields than the library's, so faster to find
         properties = torch.cuda.get_device_properties(library.device)
         self.num_sms = num_sms or properties.multi_processor_count
         self._shared_bytes_per_sm = properties.shared_memory_per_multiprocessor
@@ -170,7 +171,7 @@ class PagedAttention:
             return out
         row_tiles = self._row_tiles(head_dim, num_heads * num_seqs, max_seqlen_q)
         tile_q, shared = tiled_shape(head_dim, row_tiles)
-        launch = self._kernel("prefill_tiled", q.dtype, k_cache, ROW_TILES=row_tiles)
+        launch = self._kernel("prefill_tiled", q.dtype, k_cache, row_tiles)
         grid = (num_heads, num_seqs, min(_ceil_div(max_seqlen_q, tile_q), _ceil_div(num_tokens, tile_q)))
         if grid[2] > _MAX_GRID_YZ:
             raise UnsupportedShapeError(
@@ -214,9 +215,16 @@ class PagedAttention:
             grid = (parts, min(ratio, _MAX_GROUP))
             merge(grid, threads, out, workspace, partial_lse, context_lens, num_seqs, num_heads, num_kv_heads)
 
-    def _kernel(self, name: str, dtype: torch.dtype, k_cache: Tensor, **more: object) -> Kernel:
-        defines = _defines(dtype, k_cache.shape[3], k_cache.shape[1]) | more
-        return self._library.get(f"attention_{name}.cu", f"attention_{name}", defines)
+    def _kernel(self, name: str, dtype: torch.dtype, k_cache: Tensor, row_tiles: int | None = None) -> Kernel:
+        key = (name, dtype, k_cache.shape[3], k_cache.shape[1], row_tiles)
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            defines = _defines(dtype, k_cache.shape[3], k_cache.shape[1])
+            if row_tiles is not None:
+                defines["ROW_TILES"] = row_tiles
+            kernel = self._library.get(f"attention_{name}.cu", f"attention_{name}", defines)
+            self._kernels[key] = kernel
+        return kernel
 
     def _blocks_per_sm(self, kernel: Kernel, threads: int, shared: int) -> int:
         """How many blocks of the kernel are resident on one SM at a time, by shared memory and by registers."""
