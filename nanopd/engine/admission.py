@@ -48,26 +48,30 @@ class Admission:
                 f"{self._blocks.block_size})"
             )
 
-    def match(self, request: Request) -> BlockTable | None:
-        """A new table with the cached prefix of ``request``, or None if the rest of its tokens lacks blocks."""
+    def match(self, request: Request, *, reserve: int = 0) -> BlockTable | None:
+        """A new table with the cached prefix of ``request``, or None if the rest of its tokens lacks blocks.
+
+        ``reserve``: blocks that must remain for others.
+        """
         blocks = self._blocks
         alone = self._queues.num_seated == 0
-        free = blocks.num_free_blocks
         # Matching is O(prompt): do not repeat it every step for a head that waits for blocks nobody gave back.
-        if not alone and self._refused is not None and self._refused[0] is request and free <= self._refused[1]:
-            return None
+        if not alone and self._refused is not None and self._refused[0] is request:
+            if blocks.num_free_blocks <= self._refused[1]:
+                return None
         table = blocks.match_prefix(request.all_token_ids)
-        missing = request.num_tokens - table.num_tokens
         # The watermark protects those who run; with nobody to protect it would only lock out a large prompt.
-        if blocks.can_append(table, 1) if alone else blocks.can_append(table, missing, keep_watermark=True):
-            self._refused = None
+        missing = 1 if alone else request.num_tokens - table.num_tokens
+        kept = reserve if alone else reserve + blocks.watermark_blocks
+        if blocks.blocks_needed(table, missing) + kept <= blocks.num_free_blocks:
             return table
         blocks.free(table)
-        self._refused = (request, free)
+        if reserve == 0:
+            self._refused = (request, blocks.num_free_blocks)
         return None
 
-    def would_match(self, request: Request) -> bool:
-        table = self.match(request)
+    def would_match(self, request: Request, *, reserve: int) -> bool:
+        table = self.match(request, reserve=reserve)
         if table is not None:
             self._blocks.free(table)
         return table is not None

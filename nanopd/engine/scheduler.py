@@ -168,14 +168,19 @@ class Scheduler:
     def _make_room(self, plan: StepPlan, now: float) -> None:
         """Preempt, latest arrival first, until every running request and everybody older can go on in this step."""
         while (latest := self._queues.latest()) is not None:
-            head = self.waiting[0] if self.waiting else None
-            overtook = head is not None and head.arrival_order < latest.arrival_order  # only after `attach`
-            held_up = overtook and head is not None and not self._could_start(head)
-            if not held_up and self._blocks_wanted(latest) <= self.block_manager.num_free_blocks:
+            wanted = self._blocks_wanted(latest)
+            if self._overtook(latest):  # only after `attach`
+                enough = self.num_free_seats > 0 and self._admission.would_match(self.waiting[0], reserve=wanted)
+            else:
+                enough = wanted <= self.block_manager.num_free_blocks
+                if not enough and self._queues.num_seated == 1:
+                    return  # alone, so somebody outside of this scheduler holds the blocks: wait for him
+            if enough:
                 return
-            if not held_up and self._queues.num_seated == 1:
-                return  # alone, so somebody outside of this scheduler holds the blocks: wait for him
             self._preempt(latest, plan, now)
+
+    def _overtook(self, latest: Request) -> bool:
+        return bool(self.waiting) and self.waiting[0].arrival_order < latest.arrival_order
 
     def _blocks_wanted(self, latest: Request) -> int:
         """Blocks without which a running request, or one older than ``latest``, would stand still."""
@@ -187,9 +192,6 @@ class Scheduler:
         if self.prefilling and self.prefilling[0] is not latest:
             wanted += needed(self.prefilling[0].table, 1)
         return wanted
-
-    def _could_start(self, request: Request) -> bool:
-        return self.num_free_seats > 0 and self._admission.would_match(request)
 
     def _preempt(self, request: Request, plan: StepPlan, now: float) -> None:
         """Take the blocks away and queue the request again; it keeps its outputs and recomputes their KV."""
