@@ -15,3 +15,8 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(importlib.import_module("nanopd.course.exercise"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """``%load_ext nanopd.course``: adds the ``%%cuda`` cell magic."""
+    importlib.import_module("nanopd.course.magic").register(shell)

@@ -28,10 +28,12 @@ __all__ = [
     "CompiledSource",
     "Kernel",
     "KernelLibrary",
+    "KernelUsage",
     "cache_dir",
     "compile_source",
     "compile_with_log",
     "csrc_dir",
+    "define_options",
     "device_arch",
     "require_cuda_core",
 ]
@@ -85,12 +87,36 @@ def device_arch(device: torch.device) -> str:
 
 
 @dataclass(frozen=True)
+class KernelUsage:
+    """What one kernel takes of an SM, as ptxas reports it."""
+
+    registers: int  # per thread
+    spill_bytes: int  # stored to local memory per thread because registers ran out
+    shared_bytes: int  # static, per block
+
+    def __str__(self) -> str:
+        spills = f"{self.spill_bytes} bytes spilled" if self.spill_bytes else "no spills"
+        return f"{self.registers} registers, {spills}, {self.shared_bytes} bytes of static shared memory"
+
+
+@dataclass(frozen=True)
 class CompiledSource:
     """Machine code and what the compiler said about it."""
 
     cubin: bytes
-    log: str  # ptxas' report (registers, spills, shared memory) and any warnings
+    log: str  # ptxas' report and any warnings
     arch: str
+
+    def usage(self) -> dict[str, KernelUsage]:
+        """Resource usage by kernel name. Names of kernels that are not ``extern "C"`` are mangled."""
+        found = {}
+        for part in self.log.split("Compiling entry function '")[1:]:
+            registers, spilled, shared = (
+                int(match.group(1)) if (match := re.search(pattern, part)) else 0
+                for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes smem")
+            )
+            found[part.split("'", 1)[0]] = KernelUsage(registers, spilled, shared)
+        return found
 
 
 def compile_source(

@@ -1,0 +1,91 @@
+"""Ceilings, the kernel benchmark and the record file, on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanopd.ops import measure
+from nanopd.ops.benchmark import KernelBenchmark, bench_kernels
+from nanopd.ops.ceilings import Ceilings, measure_ceilings
+from nanopd.ops.measure import environment, gpu_slug, time_cpu, write_result
+from nanopd.ops.reference import ReferenceOps
+
+
+def test_roofline_has_two_lines() -> None:
+    ceilings = Ceilings("cuda", "bfloat16", copy_gb_s=4000.0, matmul_tflop_s=800.0)
+    assert ceilings.ridge == 200.0
+    assert ceilings.attainable_tflop_s(1.0) == 4.0
+    assert ceilings.attainable_tflop_s(200.0) == ceilings.attainable_tflop_s(1e6) == 800.0
+    assert json.loads(json.dumps(ceilings.as_dict()))["ridge"] == 200.0
+
+
+def test_ceilings_of_this_machine() -> None:
+    ceilings = measure_ceilings("cpu")
+    assert ceilings.dtype == "float32"
+    assert 0.05 < ceilings.copy_gb_s < 5_000
+    assert 1e-4 < ceilings.matmul_tflop_s < 1_000
+
+
+def test_time_cpu_divides_by_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"now": 0.0}
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock["now"])
+
+    def work(seconds: float) -> None:
+        clock["now"] += seconds
+
+    assert time_cpu(work, [(0.001,), (0.003,)], samples=3) == pytest.approx(2.0)
+
+
+def test_record_holds_values_and_where_they_come_from(tmp_path: Path) -> None:
+    values = {"ms": 1.23456789, "list": [0.1 + 0.2, 7], "nested": {"of_copy": 0.9}, "name": "x"}
+    path = write_result("kernels", values, device="cpu", command="nanopd bench-kernels", folder=tmp_path)
+    assert path == tmp_path / "cpu" / "kernels.json"
+    record = json.loads(path.read_text())
+    assert record["values"] == {"ms": 1.2346, "list": [0.3, 7], "nested": {"of_copy": 0.9}, "name": "x"}
+    assert set(record) == {"gpu", "driver", "torch", "cuda", "python", "commit", "date", "command", "values"}
+    assert record["torch"] == torch.__version__ and record["command"] == "nanopd bench-kernels"
+
+
+def test_commit_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOPD_COMMIT", "abc")
+    assert environment("cpu")["commit"] == "abc"
+
+
+def test_slug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce RTX 4090")
+    assert gpu_slug("cuda") == "nvidia-geforce-rtx-4090"
+    assert gpu_slug("cpu") == "cpu"
+
+
+def test_every_row_of_the_benchmark_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def once(fn, inputs=((),), **_: object) -> float:
+        for args in inputs:
+            fn(*args)
+        return 1.0
+
+    monkeypatch.setattr(measure, "time_cpu", once)
+    results = bench_kernels("cpu", progress=False)
+    assert set(results) == {"ceilings", "decode", "prefill", "cache", "elementwise"}
+    json.dumps(results)
+    decode = results["decode"]["b4_ctx128_h9_3_d64"]
+    assert decode["kv_bytes"] == 2 * 4 * 128 * 3 * 64 * 4
+    assert decode["reference"]["gb_s"] == pytest.approx(decode["kv_bytes"] / 1e6)
+    assert decode["reference"]["of_sdpa"] == 1.0
+    assert results["cache"]["store_kv_2048"]["gb_s"] == pytest.approx(2 * 2 * 2048 * 3 * 64 * 4 / 1e6)
+
+
+def test_what_is_compared_computes_the_same() -> None:
+    """The paged inputs and SDPA's dense ones hold different numbers, but SDPA's causality must be ours."""
+    bench = KernelBenchmark(ReferenceOps(), torch.device("cpu"), torch.float32, Ceilings("cpu", "float32", 1.0, 1.0))
+    from nanopd.ops.benchmark import Heads, _sdpa
+
+    heads = Heads(4, 2, 64)
+    q, k_cache, v_cache, tables, starts, lens, chunk, scale = bench._paged_prefill(heads, 16, 40)
+    ours = ReferenceOps().paged_prefill_attention(q, k_cache, v_cache, tables, starts, lens, chunk, scale)
+    k, v = (cache[tables[0].long()].flatten(0, 1)[:40].transpose(0, 1)[None] for cache in (k_cache, v_cache))
+    dense = _sdpa(q.transpose(0, 1)[None], k, v, causal=True)
+    torch.testing.assert_close(ours, dense[0].transpose(0, 1), rtol=1e-4, atol=1e-5)
