@@ -34,6 +34,7 @@ $(STAMP): FORCE
 endif
 
 setup: $(STAMP)
+	@:
 
 $(STAMP): pyproject.toml constraints.txt
 	@set -e; \
