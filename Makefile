@@ -45,7 +45,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python="$$candidate"; break; fi; \
 	done; \
 	if [ -z "$$python" ]; then \
-	  echo "nanopd needs Python 3.11 or newer and found none on PATH ($$(python3 --version 2>&1 || true))." >&2; \
+	  echo "nanopd needs Python 3.11 or newer and found none on PATH ($$(python3 --version 2>/dev/null || echo no python3))." >&2; \
 	  echo "Install one (apt install python3 python3-venv; brew install python; conda create -n py312 python=3.12)," >&2; \
 	  echo "or say which to use: make $(or $(MAKECMDGOALS),lab) PYTHON=/path/to/python3.12" >&2; \
 	  exit 2; \

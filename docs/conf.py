@@ -12,7 +12,7 @@ exclude_patterns = [".venv", ".git", "**/.ipynb_checkpoints", "build", "dist", "
 html_theme = "furo"
 html_title = "nanopd"
 
-# Notebooks show their stored outputs: real runs, many of them on a GPU that the machine building the docs does not have.
+# Notebooks show their stored outputs: real runs, many of them on a GPU that the machine building the docs may lack.
 nb_execution_mode = "off"
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence"]
 myst_heading_anchors = 3
