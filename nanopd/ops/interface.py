@@ -12,7 +12,8 @@ Strides: token rows of ``q``, ``k``, ``v`` may be views into a fused qkv matrix:
 be contiguous, the token stride is free. Cache tensors of one layer are contiguous.
 
 Every op validates its arguments before it launches and raises ``UnsupportedShapeError``; a launch that fails raises
-``KernelLaunchError``. No op waits for the device, and all of them can be captured into a CUDA graph.
+``KernelLaunchError``. No op waits for the device, and all of them can be captured into a CUDA graph once a call with
+the same shapes has compiled and loaded what they need.
 """
 
 from __future__ import annotations
@@ -149,8 +150,3 @@ class Ops(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """``silu(gate) * up`` of a fused [T, 2F] projection: gate in [:, :F], up in [:, F:]. Returns [T, F]."""
         ...
-
-
-def slots_to_block_and_offset(slot_mapping: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Split slot ids into (block id, offset in block); both [T] int64."""
-    return torch.div(slot_mapping, block_size, rounding_mode="floor"), slot_mapping % block_size

@@ -53,6 +53,7 @@ class Kernel:
                 self._kernel = self._code.get_kernel(function)
             except Exception as error:
                 raise KernelLaunchError(f'no extern "C" kernel named {function!r} in this module: {error}') from error
+            self._load_now()
             attributes = self._kernel.attributes[self._index]
             self.num_registers: int = attributes.num_regs
             self.local_bytes: int = attributes.local_size_bytes  # per thread; non-zero means registers spill
@@ -62,6 +63,16 @@ class Kernel:
         # torch's private accessor costs 0.05 µs; torch.cuda.current_stream().cuda_stream costs over 1 µs.
         self._raw_stream = torch._C._cuda_getCurrentRawStream
         self._current_device = torch._C._cuda_getDevice
+
+    def _load_now(self) -> None:
+        """Put the code on the GPU. CUDA would do so at the first launch, which may stand in a graph's capture."""
+        from cuda.bindings import driver
+
+        status, function = driver.cuKernelGetFunction(self._kernel.handle)
+        if status == driver.CUresult.CUDA_SUCCESS:
+            (status,) = driver.cuFuncLoad(function)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise KernelLaunchError(f"kernel {self.name} cannot be loaded on {self.device}: {status.name}")
 
     def __call__(self, grid: Dim, block: Dim, *args: Any, shared: int = 0, stream: Any = None) -> None:
         """Launch on ``stream`` (a torch or cuda.core stream), or on torch's current stream of the kernel's device.
@@ -99,18 +110,13 @@ class Kernel:
 
     @staticmethod
     def _convert(arg: Any) -> Any:
-        kind = type(arg)
-        if kind is int:
-            return arg
-        if kind is float:
-            return np.float32(arg)
-        if arg is None:
-            return 0
         if isinstance(arg, torch.Tensor):
             if not arg.is_cuda:
                 raise UnsupportedShapeError(f"a kernel argument lies on {arg.device}; a CUDA tensor is needed")
             return arg.data_ptr()
-        return arg
+        if type(arg) is float:
+            return np.float32(arg)
+        return 0 if arg is None else arg
 
     def _new_config(self, grid: Dim, block: Dim, shared: int) -> Any:
         grid_dims = (grid,) if isinstance(grid, int) else tuple(grid)
