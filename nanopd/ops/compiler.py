@@ -242,7 +242,7 @@ class KernelLibrary:
     """The compiled kernels of one device. Compiles on first use, then answers from memory.
 
     Args:
-        device: a CUDA device. Its primary context, the one torch uses, is made current.
+        device: a CUDA device.
 
     Raises:
         CudaUnavailableError: no such GPU, or cuda-core is missing.
@@ -254,7 +254,7 @@ class KernelLibrary:
             raise CudaUnavailableError(f"a CUDA device is needed to load kernels, not {device}")
         self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
         self.arch = device_arch(self.device)
-        require_cuda_core().Device(self.device.index).set_current()
+        require_cuda_core()
         self._kernels: dict[tuple[object, ...], Kernel] = {}
 
     def get(

@@ -20,6 +20,20 @@ Dim = int | tuple[int, ...]
 _DEFAULT_SHARED_BYTES = 48 * 1024
 
 
+def ensure_context(index: int) -> None:
+    """Give this thread a CUDA context if it has none: the device's primary one, which torch uses.
+
+    torch makes it current only with its first own call in a thread. A context that is current stays, be it the primary
+    one or that of an SM partition.
+    """
+    from cuda.bindings import driver
+    from cuda.core import Device
+
+    status, context = driver.cuCtxGetCurrent()
+    if status != driver.CUresult.CUDA_SUCCESS or int(context) == 0:
+        Device(index).set_current()
+
+
 class Kernel:
     """One kernel, loaded on one device.
 
@@ -47,7 +61,7 @@ class Kernel:
         self._configs: dict[tuple[Dim, Dim, int], Any] = {}
         self._streams: dict[int, Any] = {}
         with torch.cuda.device(device):
-            torch.cuda.current_stream(device)  # makes sure torch has set up the primary context
+            ensure_context(self._index)
             self._code = ObjectCode.from_cubin(cubin, name=function)  # owns the loaded library
             try:
                 self._kernel = self._code.get_kernel(function)
@@ -157,9 +171,7 @@ class Kernel:
         return wrapped
 
     def _launch_in_new_thread(self, wrapped: Any, config: Any, values: list[Any]) -> None:
-        from cuda.core import Device
-
-        Device(self._index).set_current()
+        ensure_context(self._index)
         try:
             self._launch(wrapped, config, self._kernel, *values)
         except Exception as error:
