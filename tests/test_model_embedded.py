@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanopd.errors import ModelLoadError
+from nanopd.errors import InvalidRequestError, ModelLoadError
 from nanopd.model import embedded, load_model
 from nanopd.model.cached_folder import cached_folder, is_complete
 from nanopd.model.embedded import embedded_model, find_gguf
@@ -212,6 +212,12 @@ def test_tokenizer_equals_transformers(transformers_gguf, smollm2):
             assert got.apply_chat_template(chat, add_generation_prompt=prompt) == text
     assert got.eos_token_id == want.eos_token_id
     assert got.vocab_size == len(want)
+
+
+@pytest.mark.parametrize("text", ["half a pair: \ud83d", None, 5, b"bytes"])
+def test_what_is_no_text_is_refused(smollm2, text):
+    with pytest.raises(InvalidRequestError, match="cannot tokenize"):
+        smollm2.tokenizer.encode(text)
 
 
 def test_transformers_loads_the_converted_folder_alike(smollm2):

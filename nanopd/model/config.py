@@ -188,11 +188,14 @@ def _refuse_unsupported(config: Mapping[str, Any], name: str) -> None:
         if config.get(key):
             raise ModelLoadError(f"{name}: {key}={config[key]!r} is not supported")
     window = config.get("sliding_window")
-    if not config.get("use_sliding_window", False) or window is None or window >= config["max_position_embeddings"]:
+    longest = _field(config, "max_position_embeddings", name)
+    if not config.get("use_sliding_window", False) or window is None or window >= longest:
         return
     layer_types = config.get("layer_types")
     first_sliding = config.get("max_window_layers", 28)
-    slides = "sliding_attention" in layer_types if layer_types else first_sliding < config["num_hidden_layers"]
+    slides = (
+        "sliding_attention" in layer_types if layer_types else first_sliding < _field(config, "num_hidden_layers", name)
+    )
     if slides:
         raise ModelLoadError(f"{name}: sliding window attention (window {window}) is not supported")
 

@@ -74,8 +74,15 @@ class Tokenizer:
         return () if self.eos_token_id is None else (self.eos_token_id,)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. ``add_special_tokens`` puts a begin-of-text token first, in models that use one."""
-        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Token ids of a text. ``add_special_tokens`` puts a begin-of-text token first, in models that use one.
+
+        Raises:
+            InvalidRequestError: not a ``str``, or one that holds half a surrogate pair and so is no text.
+        """
+        try:
+            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError as error:
+            raise InvalidRequestError(f"cannot tokenize {text!r:.80}: it is not valid Unicode text") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Bytes that are no complete UTF-8 character (yet) come out as U+FFFD."""
