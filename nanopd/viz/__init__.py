@@ -1,0 +1,58 @@
+"""Pictures and widgets, drawn from live objects. Plain functions return Matplotlib axes; widgets redraw on each action.
+
+Nothing here imports torch, and Matplotlib and ipywidgets load on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanopd.viz.block_explorer import BlockTableExplorer
+    from nanopd.viz.block_table import draw_pool
+    from nanopd.viz.roofline import RooflinePoint, Work, decode_work, draw_roofline, prefill_work
+    from nanopd.viz.roofline_explorer import RooflineExplorer
+    from nanopd.viz.step_timeline import StepTimeline
+    from nanopd.viz.style import PALETTE, styled
+    from nanopd.viz.timeline import draw_steps, draw_timeline, spans
+
+_HOME = {
+    "BlockTableExplorer": "block_explorer",
+    "draw_pool": "block_table",
+    "RooflinePoint": "roofline",
+    "Work": "roofline",
+    "decode_work": "roofline",
+    "draw_roofline": "roofline",
+    "prefill_work": "roofline",
+    "RooflineExplorer": "roofline_explorer",
+    "StepTimeline": "step_timeline",
+    "PALETTE": "style",
+    "styled": "style",
+    "draw_steps": "timeline",
+    "draw_timeline": "timeline",
+    "spans": "timeline",
+}
+
+__all__ = [
+    "BlockTableExplorer",
+    "PALETTE",
+    "RooflineExplorer",
+    "RooflinePoint",
+    "StepTimeline",
+    "Work",
+    "decode_work",
+    "draw_pool",
+    "draw_roofline",
+    "draw_steps",
+    "draw_timeline",
+    "prefill_work",
+    "spans",
+    "styled",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
