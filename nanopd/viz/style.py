@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -63,9 +63,19 @@ RC: Mapping[str, Any] = MappingProxyType(
 )
 
 
-def styled() -> AbstractContextManager[None]:
-    """``with styled(): ...`` draws in this style and leaves the caller's Matplotlib settings alone."""
-    return matplotlib.rc_context(dict(RC))
+@contextmanager
+def styled() -> Iterator[None]:
+    """``with styled(): ...`` draws in this style and leaves the caller's Matplotlib settings alone.
+
+    Not ``matplotlib.rc_context``: in a notebook the first figure switches the backend and turns interactive mode on,
+    and undoing that at the end of the block would hide every later figure.
+    """
+    before = {name: matplotlib.rcParams[name] for name in RC}
+    matplotlib.rcParams.update(RC)
+    try:
+        yield
+    finally:
+        matplotlib.rcParams.update(before)
 
 
 def axes_for(ax: Axes | None, figsize: tuple[float, float]) -> Axes:
