@@ -10,7 +10,16 @@ from matplotlib.figure import Figure
 from nanopd.errors import ConfigError
 from nanopd.viz.live import LiveFigure, button
 from nanopd.viz.style import ALERT_COLOR, bare_figure
-from nanopd.viz.timeline import RequestLike, StepLike, draw_steps, draw_timeline, first_time, row_height, spans
+from nanopd.viz.timeline import (
+    RequestLike,
+    StepLike,
+    draw_steps,
+    draw_timeline,
+    first_time,
+    row_height,
+    spans,
+    stamps_until,
+)
 
 MOST_NAMES = 6
 
@@ -55,7 +64,7 @@ class StepTimeline(LiveFigure):
         now = self.steps[step].end
         found: dict[str, list[str]] = {"waiting": [], "prefilling": [], "transferring": [], "running": []}
         for request in self.requests:
-            stamps = [stamp for stamp in request.stamps if stamp.time <= now]
+            stamps = stamps_until(request.stamps, now)
             states = spans(stamps, now)
             if states and not any(stamp.event == "finished" for stamp in stamps):
                 found[states[-1].state].append(request.request_id)

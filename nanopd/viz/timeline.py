@@ -13,6 +13,7 @@ from matplotlib.patches import Patch
 from nanopd.viz.style import ALERT_COLOR, DECODE_COLOR, INK, PAPER, PHASE_COLORS, PREFILL_COLOR, axes_for, styled, tint
 
 BAR = 0.62  # height of a request's bar, in rows
+SCHEDULING = frozenset({"prefilling", "chunk_start", "preempted"})  # stamped when a step is planned
 MOST_NAMED = 40  # requests whose name is written beside their row
 
 
@@ -101,6 +102,15 @@ def chunk_spans(stamps: Iterable[StampLike]) -> list[Span]:
     return found
 
 
+def stamps_until(stamps: Iterable[StampLike], end: float) -> list[StampLike]:
+    """What was stamped until a step ended at ``end``.
+
+    What a scheduler stamps at that very moment belongs to the next step: with a virtual clock, or back-to-back steps,
+    one step starts when the other ends.
+    """
+    return [s for s in stamps if s.time < end or (s.time == end and s.event not in SCHEDULING)]
+
+
 def times_of(stamps: Iterable[StampLike], event: str) -> list[float]:
     return [stamp.time for stamp in stamps if stamp.event == event]
 
@@ -121,15 +131,16 @@ def draw_timeline(
     """One row per request: its states as bars, its prefill chunks as darker boxes, its tokens as ticks.
 
     A red mark is a preemption, a black one the end. Time is in ms since ``origin`` (default: the first stamp); states
-    that have not ended reach to ``until`` (default: the last stamp of all), in seconds of the stamps' clock.
+    that have not ended reach to ``until``, the end of a step in seconds of the stamps' clock (default: the last stamp).
     """
     origin = first_time(requests) if origin is None else origin
+    rows = [list(r.stamps) if until is None else stamps_until(r.stamps, until) for r in requests]
     if until is None:
-        until = max((s.time for r in requests for s in r.stamps), default=origin)
+        until = max((stamp.time for stamps in rows for stamp in stamps), default=origin)
     with styled():
         ax = axes_for(ax, (10, 1.6 + row_height(len(requests)) * max(len(requests), 2)))
-        for row, request in enumerate(requests):
-            _row(ax, row, request, origin, until)
+        for row, (request, stamps) in enumerate(zip(requests, rows, strict=True)):
+            _row(ax, row, request.request_id, stamps, origin, until)
         named = range(0, len(requests), -(-len(requests) // MOST_NAMED) or 1)
         ax.set_yticks(named, [requests[row].request_id for row in named])
         ax.set_ylim(max(len(requests), 1) - 0.4, -0.6)
@@ -147,12 +158,10 @@ def row_height(num_requests: int) -> float:
     return min(0.34, 11 / max(num_requests, 1))
 
 
-def _row(ax: Axes, row: int, request: RequestLike, origin: float, until: float) -> None:
+def _row(ax: Axes, row: int, name: str, stamps: Sequence[StampLike], origin: float, until: float) -> None:
     def ms(seconds: float) -> float:
         return (seconds - origin) * 1e3
 
-    stamps = [stamp for stamp in request.stamps if stamp.time <= until]
-    name = request.request_id
     for span in spans(stamps, until):
         face = tint(PHASE_COLORS[span.state], 0.55)
         bar = ax.barh(row, ms(span.end) - ms(span.start), left=ms(span.start), height=BAR, color=face, linewidth=0)
