@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import matplotlib
+import matplotlib.pyplot as plt
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from nanopd.kv.block_manager import BlockManager, BlockTable
+from nanopd.viz import draw_pool
 from nanopd.viz.style import RC, styled
 
 
@@ -26,3 +29,16 @@ def test_figures_after_the_first_styled_one_are_shown_too() -> None:
     NotebookClient(notebook, kernel_name="python3", timeout=120).execute()
     shown = [sum("image/png" in output.get("data", {}) for output in cell.outputs) for cell in notebook.cells]
     assert shown == [0, 1, 1, 1]
+
+
+def test_a_legend_with_many_entries_does_not_squeeze_a_small_pool() -> None:
+    manager = BlockManager(8, 8, enable_prefix_caching=False)
+    first = BlockTable()
+    manager.append_slots(first, 12)
+    manager.commit(first, range(12))
+    second = manager.fork(first)
+    copies = manager.append_slots(second, 1)
+    ax = draw_pool(manager, {"A": first, "B": second}, copies=copies)
+    ax.figure.canvas.draw()
+    assert ax.get_position().width > 0.8
+    plt.close(ax.figure)

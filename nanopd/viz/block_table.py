@@ -11,10 +11,12 @@ from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 
 from nanopd.kv.block_manager import BlockManager
 from nanopd.kv.block_table import BlockInfo, BlockTable, PoolSnapshot
+from nanopd.viz.pool_image import draw_pool_image
 from nanopd.viz.style import ALERT_COLOR, GREY, INK, LIGHT, PALETTE, PAPER, axes_for, hide_axes, styled, tint
 
 CELL, STRIP = 0.86, 0.17  # size of a block, and height of its strip of slots, in units of the grid
 DETAILED = 96  # pools up to this size show ids, counts, generations and slots
+LARGEST = 1024  # pools beyond this size are an image, one pixel per block
 MOST_ROWS = 12  # tables drawn
 
 
@@ -45,16 +47,23 @@ def draw_pool(
         tables: name -> table; names become labels.
         copies: pending copy-on-write copies (source, destination), drawn as red arrows.
         arrows: lines from table entries to blocks; default: if there are at most 16 entries.
-        columns: blocks per row; default 16, or 32 for pools too large for details.
+        columns: blocks per row; default 16, 32 or 128, by the size of the pool.
+
+    Pools of more than 96 blocks are drawn without details, pools of more than 1,024 as an image.
     """
     snapshot = pool.snapshot() if isinstance(pool, BlockManager) else pool
     tables = tables or {}
     with styled():
         picture = _Picture(snapshot, tables, columns)
-        ax = axes_for(ax, picture.size)
-        picture.draw(ax, copies, arrows)
+        if len(snapshot.blocks) > LARGEST:
+            ax = axes_for(ax, (10, 4.5))
+            ax.text(0, 1.02, picture.summary(), transform=ax.transAxes, va="bottom")
+            draw_pool_image(ax, snapshot, tables, picture.colors, columns or 128)
+        else:
+            ax = axes_for(ax, picture.size)
+            picture.draw(ax, copies, arrows)
         if title:
-            ax.set_title(title)
+            ax.set_title(title, pad=24 if len(snapshot.blocks) > LARGEST else None)
     return ax
 
 
@@ -96,7 +105,7 @@ class _Picture:
         ax.set_aspect("equal")
         ax.set_xlim(-2.3 if self.tables else -0.1, self.columns)
         ax.set_ylim(self.height, -0.75)
-        ax.text(0, -0.2, self._summary(), va="bottom", fontsize=11)
+        ax.text(0, -0.2, self.summary(), va="bottom", fontsize=11)
         for info in self.snapshot.blocks:
             self._block(ax, info)
         entries = self._table_rows(ax)
@@ -107,7 +116,7 @@ class _Picture:
             self._copy(ax, source, destination)
         self._legend(ax, bool(copies))
 
-    def _summary(self) -> str:
+    def summary(self) -> str:
         states = [block.state for block in self.snapshot.blocks]
         return (
             f"pool: {len(states)} blocks of {self.snapshot.block_size} tokens = {states.count('used')} used"
@@ -227,8 +236,10 @@ class _Picture:
             handles.append(Patch(facecolor=PAPER, edgecolor=INK, linewidth=2.4, label="pinned"))
         if with_copies:
             handles.append(Patch(facecolor=ALERT_COLOR, label="copy to run"))
+        # As many columns as fit: a legend wider than the figure would squeeze the picture above it.
+        ncols = max(1, int(ax.figure.bbox.width / ax.figure.dpi // 2.6))
         ax.legend(
-            handles=handles, loc="upper left", bbox_to_anchor=(0, 0), ncols=4, handlelength=1.4, columnspacing=1.2
+            handles=handles, loc="upper left", bbox_to_anchor=(0, 0), ncols=ncols, handlelength=1.4, columnspacing=1.2
         )
 
 
