@@ -21,8 +21,9 @@ def test_settings_are_the_callers_again_after_the_block() -> None:
     assert {name: matplotlib.rcParams[name] for name in RC} == before
 
 
-def test_figures_after_the_first_styled_one_are_shown_too() -> None:
+def test_figures_after_the_first_styled_one_are_shown_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first figure of a notebook switches to the inline backend, which must survive the block it is drawn in."""
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel sets its own
     figure = "with styled():\n    plt.subplots()"
     sources = ["import matplotlib.pyplot as plt\nfrom nanopd.viz import styled", figure, figure, "plt.plot([1, 2]);"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
