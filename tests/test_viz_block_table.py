@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 
 from nanopd.kv.block_manager import BlockManager, BlockTable
 from nanopd.viz import PALETTE, BlockTableExplorer, draw_pool
-from nanopd.viz.style import bare_figure, tint
+from nanopd.viz.style import INK, LIGHT, PAPER, bare_figure, tint
 
 
 def drawn(ax: Axes, pattern: str) -> list[tuple[str, ...]]:
@@ -118,6 +118,25 @@ def test_a_large_pool_is_drawn_without_details() -> None:
     assert len(drawn(ax, r"block (\d+) (\w+)")) == 300 and not drawn(ax, r"slots (\d+) (\w+)")
     assert any(text.get_text() == "… and 3 more tables" for text in ax.texts)
     assert ax.get_title(loc="left") == "many"
+
+
+def test_a_huge_pool_is_an_image() -> None:
+    manager = BlockManager(2000, 16)
+    tables = {}
+    for i in range(20):
+        tables[f"r{i}"] = BlockTable()
+        manager.append_slots(tables[f"r{i}"], 160)
+        manager.commit(tables[f"r{i}"], range(i, i + 160))
+    tables["fork"] = manager.fork(tables["r0"])
+    manager.free(tables.pop("r1"))
+    ax = draw_pool(manager, tables, title="huge", ax=canvas())
+    pixels = ax.images[0].get_array().reshape(-1, 3)
+    seen = [to_hex(tuple(pixel)).upper() for pixel in pixels[:2000]]
+    assert [seen.count(color.upper()) for color in (PAPER, LIGHT, INK)] == [1800, 10, 10]
+    assert seen[20] == PALETTE[1].upper(), "the second table has the second colour"
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels[3] == "r0: 160 tokens" and labels[-1] == "… and 8 more tables"
+    assert any(text.get_text().endswith("190 used + 10 cached + 1800 free") for text in ax.texts)
 
 
 def test_a_new_figure_is_made_when_no_axes_are_given() -> None:

@@ -162,6 +162,13 @@ def test_step_bars_are_decodes_below_prefills() -> None:
     assert bars(ax)["current step"] == [(0.5, 1.5)]
 
 
+def test_a_long_history_of_steps_is_drawn_as_two_outlines() -> None:
+    steps = [Step(i, i + 1, Plan(i % 5, i % 7)) for i in range(400)]
+    decodes, totals = (p.get_data() for p in draw_steps(steps, ax=canvas()).patches)
+    assert list(decodes.values) == list(totals.baseline) == [i % 5 for i in range(400)]
+    assert list(totals.values) == [i % 5 + i % 7 for i in range(400)]
+
+
 # --- with a real scheduler ------------------------------------------------------------------------------------------
 
 

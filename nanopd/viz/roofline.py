@@ -114,6 +114,7 @@ def draw_roofline(
         roof.set_gid("roof")
         ax.axvspan(low, knee, color=DECODE_COLOR, alpha=0.06, linewidth=0)
         ax.axvspan(knee, high, color=PREFILL_COLOR, alpha=0.08, linewidth=0)
+        ax.minorticks_off()  # they say nothing here, and cost half of the drawing time
         ax.set_xlim(low, high)
         ax.set_ylim(min(rates) / 2, matmul_tflop_s * 3.5)
         _limits(ax, copy_gb_s, matmul_tflop_s, low, high)

@@ -53,7 +53,6 @@ RC: Mapping[str, Any] = MappingProxyType(
         "legend.fontsize": 10,
         "legend.frameon": False,
         "lines.linewidth": 2.0,
-        "savefig.bbox": "tight",
         "text.color": INK,
         "xtick.color": INK,
         "xtick.labelsize": 11,

@@ -8,12 +8,13 @@ from typing import Any, Protocol
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 
 from nanopd.viz.style import ALERT_COLOR, DECODE_COLOR, INK, PAPER, PHASE_COLORS, PREFILL_COLOR, axes_for, styled, tint
 
 BAR = 0.62  # height of a request's bar, in rows
 SCHEDULING = frozenset({"prefilling", "chunk_start", "preempted"})  # stamped when a step is planned
+MOST_BARS = 150  # steps drawn as bars of their own
 MOST_NAMED = 40  # requests whose name is written beside their row
 
 
@@ -144,6 +145,7 @@ def draw_timeline(
         named = range(0, len(requests), -(-len(requests) // MOST_NAMED) or 1)
         ax.set_yticks(named, [requests[row].request_id for row in named])
         ax.set_ylim(max(len(requests), 1) - 0.4, -0.6)
+        ax.set_xlim(0, max((until - origin) * 1e3, 1e-9) * 1.02)
         ax.grid(False, axis="y")
         ax.set_xlabel("time (ms)")
         ax.set_ylabel("request")
@@ -164,12 +166,10 @@ def _row(ax: Axes, row: int, name: str, stamps: Sequence[StampLike], origin: flo
 
     for span in spans(stamps, until):
         face = tint(PHASE_COLORS[span.state], 0.55)
-        bar = ax.barh(row, ms(span.end) - ms(span.start), left=ms(span.start), height=BAR, color=face, linewidth=0)
-        bar[0].set_gid(f"{name} {span.state}")
+        _bar(ax, row, ms(span.start), ms(span.end), f"{name} {span.state}", facecolor=face, linewidth=0)
     for chunk in chunk_spans(stamps):
-        bar = ax.barh(row, ms(chunk.end) - ms(chunk.start), left=ms(chunk.start), height=BAR,
-                      color=PREFILL_COLOR, edgecolor=PAPER, linewidth=0.8)  # fmt: skip
-        bar[0].set_gid(f"{name} chunk {chunk.num_tokens}")
+        style = {"facecolor": PREFILL_COLOR, "edgecolor": PAPER, "linewidth": 0.8}
+        _bar(ax, row, ms(chunk.start), ms(chunk.end), f"{name} chunk {chunk.num_tokens}", **style)
     tokens = [ms(t) for t in times_of(stamps, "token")]
     ticks = ax.vlines(tokens, row - BAR / 2, row + BAR / 2, color=DECODE_COLOR, linewidth=1.1)
     ticks.set_gid(f"{name} tokens")
@@ -179,6 +179,10 @@ def _row(ax: Axes, row: int, name: str, stamps: Sequence[StampLike], origin: flo
             at, [row] * len(at), marker, color=color, markersize=9, markeredgewidth=2 if marker == "|" else 0
         )
         marks.set_gid(f"{name} {event}")
+
+
+def _bar(ax: Axes, row: int, start: float, end: float, gid: str, **style: Any) -> None:
+    ax.add_patch(Rectangle((start, row - BAR / 2), end - start, BAR, gid=gid, **style))
 
 
 def _timeline_legend(ax: Axes, requests: Sequence[RequestLike]) -> None:
@@ -216,10 +220,7 @@ def draw_steps(
         ax = axes_for(ax, (10, 3))
         decodes = [step.plan.num_decodes for step in steps]
         prefills = [step.plan.num_prefill_tokens for step in steps]
-        numbers = range(len(steps))
-        width = 0.85 if len(steps) <= 150 else 1.0
-        ax.bar(numbers, decodes, width, color=DECODE_COLOR, label="decode")
-        ax.bar(numbers, prefills, width, bottom=decodes, color=PREFILL_COLOR, label="prefill")
+        _stack(ax, decodes, prefills)
         if budget is not None:
             ax.axhline(budget, color=INK, linestyle="--", linewidth=1.2, label=f"budget: {budget} tokens").set_gid(
                 "budget"
@@ -234,3 +235,17 @@ def draw_steps(
         if title:
             ax.set_title(title)
     return ax
+
+
+def _stack(ax: Axes, decodes: list[int], prefills: list[int]) -> None:
+    """Decodes below prefills: one bar each, or one outline each where bars would be too thin to see."""
+    decode: dict[str, Any] = {"color": DECODE_COLOR, "label": "decode"}
+    prefill: dict[str, Any] = {"color": PREFILL_COLOR, "label": "prefill"}
+    if len(decodes) <= MOST_BARS:
+        ax.bar(range(len(decodes)), decodes, 0.85, **decode)
+        ax.bar(range(len(decodes)), prefills, 0.85, bottom=decodes, **prefill)
+        return
+    edges = [number - 0.5 for number in range(len(decodes) + 1)]
+    total = [a + b for a, b in zip(decodes, prefills, strict=True)]
+    ax.stairs(decodes, edges, fill=True, **decode)
+    ax.stairs(total, edges, baseline=decodes, fill=True, **prefill)
