@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import itertools
+import signal
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 
 import pytest
@@ -202,6 +204,29 @@ def test_an_interrupt_aborts_the_prompts_and_the_engine_goes_on() -> None:
     (output,) = drain(engine)
     assert tokens(output) == expected(output, SamplingParams(seed=4, max_tokens=20, ignore_eos=True))
     assert output.metrics is not None and output.metrics.num_preemptions == 1  # it was in the interrupted step
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("where", ["schedule", "update"])
+def test_an_interrupt_during_the_bookkeeping_takes_effect_after_it(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    original, calls = getattr(engine.scheduler, where), []
+
+    def interrupted(*args: object) -> object:
+        calls.append(args)
+        if len(calls) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return original(*args)
+
+    monkeypatch.setattr(engine.scheduler, where, interrupted)
+    params = SamplingParams(seed=1, max_tokens=12, ignore_eos=True)
+    engine.add_request([1, 2, 3], params)
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(9):
+            engine.step()
+    assert len(calls) == 4 and engine.scheduler.in_flight is None
+    (output,) = drain(engine)
+    assert tokens(output) == expected(output, params)
     check_empty(engine)
 
 
@@ -476,6 +501,7 @@ def test_a_closed_engine_has_nothing_left_and_accepts_nothing() -> None:
     for call in (
         engine.step,
         engine.begin_step,
+        engine.advance,
         lambda: engine.add_request([1]),
         lambda: engine.abort("0"),
         lambda: engine.stream([1]),
@@ -557,6 +583,16 @@ def test_close_waits_for_the_step_that_runs() -> None:
     check_empty(engine)
 
 
+@pytest.fixture
+def restless() -> Iterator[None]:
+    """Threads take turns a thousand times as often, so that races show."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(5e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("restless")
 def test_many_threads_add_abort_stream_and_generate() -> None:
     engine = make_engine(num_blocks=24)
     finals: list[RequestOutput] = []

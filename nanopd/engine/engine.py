@@ -14,6 +14,7 @@ from typing import Protocol
 
 from nanopd.engine.detokenizer import Tokenizer
 from nanopd.engine.generate import OutputStream, Prompt, generate_all, prompt_list
+from nanopd.engine.interrupts import interrupts_deferred
 from nanopd.engine.jobs import Job, OutputCallback
 from nanopd.engine.outputs import RequestOutput
 from nanopd.engine.plan import StepPlan
@@ -194,19 +195,29 @@ class Engine:
     def advance(self) -> bool:
         """``step``, but leave the outputs to ``poll``. Returns whether there was anything to compute."""
         with self._step_lock:
-            plan = self.begin_step()
-            if plan is None:
-                return False
             try:
-                tokens = self.runner.execute(plan)
-            except Exception as error:
-                self.fail_step(plan, error)
-            except BaseException:  # Ctrl-C: keep the requests, they recompute
-                self.cancel_step(plan)
+                with interrupts_deferred():
+                    plan = self.begin_step()
+                if plan is None:
+                    return False
+                tokens = self._execute(plan)
+                with interrupts_deferred():
+                    if isinstance(tokens, Exception):
+                        self.fail_step(plan, tokens)
+                    else:
+                        self.finish_step(plan, tokens)
+                return True
+            except KeyboardInterrupt:
+                # Whatever is in flight now is this step, as no driver steps while we do.
+                if self.scheduler.in_flight is not None:
+                    self.cancel_step(self.scheduler.in_flight)
                 raise
-            else:
-                self.finish_step(plan, tokens)
-            return True
+
+    def _execute(self, plan: StepPlan) -> list[list[int]] | Exception:
+        try:
+            return self.runner.execute(plan)
+        except Exception as error:
+            return error
 
     def begin_step(self) -> StepPlan | None:
         """Schedule a step, or None if no request can go on now. Raises EngineClosedError."""
@@ -219,35 +230,33 @@ class Engine:
     def finish_step(self, plan: StepPlan, tokens: Sequence[Sequence[int]]) -> None:
         """Book the tokens of the step begun last, as ``Runner.execute`` returns them, and make outputs of them."""
         with self._lock:
-            if self.scheduler.in_flight is not plan:
-                self._check_open()
+            self._check_in_flight(plan)
             now = self.clock()
             try:
                 finished = self.scheduler.update(plan, tokens, now)
             except StepFailedError as error:  # the runner broke its contract; nothing has changed yet
-                return self.fail_step(plan, error)
-            self.num_generated_tokens += sum(map(len, tokens))
-            progressed = self._look_at_text(plan, finished, now) if self._watched else {}
-            self._close_sequences(finished)
-            for job in progressed:
-                if job.stream and not job.done:
-                    self._emit(job)
-            self._end_step(plan, now)
+                self._fail(plan, error)
+            else:
+                self.num_generated_tokens += sum(map(len, tokens))
+                progressed = self._look_at_text(plan, finished, now) if self._watched else {}
+                self._close_sequences(finished)
+                for job in progressed:
+                    if job.stream and not job.done:
+                        self._emit(job)
+                self._end_step(plan, now)
         self._run_callbacks()
 
     def fail_step(self, plan: StepPlan, error: BaseException) -> None:
         """The step begun last raised ``error``: its requests end as ``failed``."""
-        failure = StepFailedError(f"a step of {len(plan.chunks)} requests raised {type(error).__name__}: {error}")
-        failure.__cause__ = error
         with self._lock:
-            now = self.clock()
-            self._close_sequences(self.scheduler.fail(plan, failure, now))
-            self._end_step(plan, now)
+            self._check_in_flight(plan)
+            self._fail(plan, error)
         self._run_callbacks()
 
     def cancel_step(self, plan: StepPlan) -> None:
         """The step begun last was interrupted: its requests are queued again and recompute."""
         with self._lock:
+            self._check_in_flight(plan)
             now = self.clock()
             self.scheduler.cancel(plan, now)
             self._end_step(plan, now)
@@ -283,6 +292,18 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError("the engine was closed")
+
+    def _check_in_flight(self, plan: StepPlan) -> None:
+        """A closed engine has given its step up; otherwise the scheduler says what is wrong."""
+        if self.scheduler.in_flight is not plan:
+            self._check_open()
+
+    def _fail(self, plan: StepPlan, error: BaseException) -> None:
+        failure = StepFailedError(f"a step of {len(plan.chunks)} requests raised {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        now = self.clock()
+        self._close_sequences(self.scheduler.fail(plan, failure, now))
+        self._end_step(plan, now)
 
     def _tokenize(self, prompt: Prompt) -> tuple[list[int], str | None]:
         """Token ids, and the text if it came as text. Raises InvalidRequestError or InvalidTokenError."""
@@ -339,18 +360,13 @@ class Engine:
                 if job is None or request not in job.sequences:
                     continue
                 progressed[job] = None
-                if job.advance(request):
-                    self._stop(request, job, finished, now)
+                reason = job.advance(request)
+                if reason is not None and not request.is_finished:
+                    self.scheduler.finish(request, reason, now, job.error)
+                    finished.append(request)
+                elif reason is not None and request.finish_reason is FinishReason.LENGTH:
+                    request.finish_reason = reason  # its last token completed a stop string
         return progressed
-
-    def _stop(self, request: Request, job: Job, finished: list[Request], now: float) -> None:
-        """End a request for what its text says: a stop string, or no text at all because decoding raised."""
-        reason = FinishReason.STOP if job.error is None else FinishReason.FAILED
-        if not request.is_finished:
-            self.scheduler.finish(request, reason, now, job.error)
-            finished.append(request)
-        elif request.finish_reason is FinishReason.LENGTH:
-            request.finish_reason = reason  # its last token completed a stop string
 
     def _close_sequences(self, finished: Sequence[Request]) -> None:
         """Count them off; a request whose last sequence this was gets its final output."""

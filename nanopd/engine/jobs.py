@@ -54,19 +54,24 @@ class Job:
         """One more of the sequences has finished."""
         self._open -= 1
 
-    def advance(self, request: Request) -> bool:
-        """Decode the tokens that ``request`` got since the last call. True: a stop string, or ``error``, ends it."""
+    def advance(self, request: Request) -> FinishReason | None:
+        """Decode the tokens that ``request`` got since the last call. Returns why its text ends it, if it does.
+
+        STOP: a stop string is complete. FAILED: the tokenizer raised; see ``error``.
+        """
         text = self._texts[request.sample_index]
         if text is None:
-            return False
+            return None
         try:
+            stopped = False
             for token in request.output_token_ids[text.num_tokens : _num_text_tokens(request)]:
-                if text.append(token):
-                    return True
-            return request.is_finished and text.finish()
+                stopped = stopped or text.append(token)
+            if request.is_finished:
+                stopped = text.finish()
+            return FinishReason.STOP if stopped else None
         except Exception as error:  # one request's text must not take the whole step down
             self.error = error
-            return True
+            return FinishReason.FAILED
 
     def output(self) -> RequestOutput:
         """A snapshot for the client."""

@@ -226,11 +226,7 @@ class Scheduler:
         if self.config.chunk_size is not None:
             budget = min(budget, self.config.chunk_size)
         for request in self.prefilling:
-            missing = request.remaining_prefill
-            num_tokens = self._schedule_chunk(request, budget, plan, now)
-            budget -= num_tokens
-            if num_tokens < missing:
-                return  # short of budget or blocks: nobody may overtake
+            budget -= self._schedule_chunk(request, budget, plan, now)
         while budget > 0 and self.waiting:
             request = self.waiting[0]
             if not self._admit(request, plan, now):
