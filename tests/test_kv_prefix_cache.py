@@ -108,6 +108,16 @@ def test_eviction_takes_leaves_first() -> None:
     assert kept == [16, 12, 8, 4]
 
 
+def test_a_lease_gives_back_leaves_first_too() -> None:
+    manager = BlockManager(3, 4)
+    table = start(manager, list(range(12)))
+    lease = manager.pin(table)
+    manager.free(table)
+    manager.unpin(lease)
+    manager.append_slots(BlockTable(), 1)
+    assert manager.peek_prefix(list(range(13))) == 8
+
+
 def test_a_shared_parent_outlives_its_children() -> None:
     manager = BlockManager(4, 4)
     common = [1, 2, 3, 4]
@@ -152,7 +162,9 @@ def test_a_repeated_prompt_of_whole_blocks_replaces_its_last_cached_block() -> N
     """The last token is computed again, hence the last block too: the pool must not fill with copies of it."""
     manager = BlockManager(8, 4)
     for _ in range(5):
-        finish(manager, list(range(8)))
+        table = start(manager, list(range(8)))
+        manager.check_integrity([table])
+        manager.free(table)
         states = [block.state for block in manager.snapshot().blocks]
         assert states.count("cached") == 2 and manager.num_free_blocks == 8
     manager.check_integrity([])

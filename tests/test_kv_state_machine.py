@@ -303,12 +303,12 @@ class NoCaching(Machine):
 
 @pytest.mark.parametrize("machine", [Machine, ConstantHash, ParentBlindHash, NoCaching])
 def test_random_operations(machine: type[Machine]) -> None:
-    examples = 150 if machine is Machine else 50
+    examples = 200 if machine is Machine else 60
     run_state_machine_as_test(
         machine,
         settings=settings(
             max_examples=examples,
-            stateful_step_count=40,
+            stateful_step_count=50,
             deadline=None,
             suppress_health_check=list(HealthCheck),
         ),

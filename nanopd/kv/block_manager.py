@@ -114,6 +114,9 @@ class BlockManager:
         Raises OutOfBlocksError, and then nothing has changed.
         """
         self._check_live(table)
+        if 0 < num_new_tokens <= -table.num_tokens % self.block_size and self._refs[table.block_ids[-1]] == 1:
+            table.num_tokens += num_new_tokens  # the common case of a decode: room in a last block that is not shared
+            return []
         if num_new_tokens < 0:
             raise BlockAccountingError(f"cannot append {num_new_tokens} tokens to a table")
         needed = self.blocks_needed(table, num_new_tokens)
