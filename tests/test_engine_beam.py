@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from engine_cases import hf_greedy
 from model_cases import VOCAB, random_hf_model, random_tokens, save
 
 from nanopd.engine.beam import BeamOutput, BeamSearch
@@ -137,6 +138,7 @@ def hf_beams(model, prompt: list[int], width: int, max_tokens: int, penalty: flo
     with torch.no_grad():
         out = model.generate(
             torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),  # else ids equal to pad_token_id are masked
             num_beams=width,
             num_return_sequences=width,
             max_new_tokens=max_tokens,
@@ -169,11 +171,7 @@ def test_equals_transformers_on_random_models(case: str, tmp_path) -> None:
             loaded, 120, 8, width=width, max_tokens=14, length_penalty=penalty, end_token_ids=ends
         )
         if width == 1:  # transformers takes num_beams=1 for greedy search; with one beam the two agree
-            with torch.no_grad():
-                greedy = hf_model.generate(
-                    torch.tensor([prompt]), max_new_tokens=14, do_sample=False, eos_token_id=None, pad_token_id=0
-                )
-            assert search.run(prompt)[0].token_ids == greedy[0, len(prompt) :].tolist()
+            assert search.run(prompt)[0].token_ids == hf_greedy(hf_model, prompt, 14).tokens
         else:
             check_outputs(search.run(prompt), hf_beams(hf_model, prompt, width, 14, penalty, ends))
         manager.check_integrity([])
