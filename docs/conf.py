@@ -22,4 +22,5 @@ suppress_warnings = [
     "mystnb.unknown_mime_type",  # widget state
     "myst.header",
     "toc.not_included",
+    "toc.empty_glob",  # no notebook yet
 ]

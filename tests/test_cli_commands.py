@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ from nanopd.course.exercises import nb00
 from nanopd.course.progress import Progress
 from nanopd.engine.outputs import RequestMetrics
 from nanopd.errors import ModelLoadError, StepFailedError, UnknownRequestError
+
+CACHE = os.environ.get("NANOPD_CACHE")  # where the real model is; each test gets an empty folder instead
 
 
 @pytest.fixture(autouse=True)
@@ -109,21 +112,24 @@ def test_generate_refuses(options: list[str], code: int, says: str, capfd: pytes
     assert captured.out == ""
 
 
-def test_generate_streams_and_writes_only_text_to_stdout() -> None:
-    """The real model, greedy: the whole text, in pieces, and the statistics elsewhere."""
+def test_generate_streams_and_writes_only_text_to_stdout(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The pieces add up to the text that ``LLM.generate`` returns; statistics go elsewhere."""
+    from nanopd import LLM, SamplingParams
     from nanopd.model.embedded import embedded_folder
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("NANOPD_CACHE")
-        if not (embedded_folder() / "config.json").is_file():
-            pytest.skip("the embedded model is not converted; run: nanopd prepare")
-        command = [sys.executable, "-m", "nanopd.cli", "generate", "The capital of France is", "--device", "cpu"]
-        command += ["--temperature", "0", "--max-tokens", "8"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "Paris" in done.stdout
-    assert done.stdout.count("\n") >= 1
-    assert "8 generated" in done.stderr
+    monkeypatch.setenv("NANOPD_CACHE", CACHE) if CACHE else monkeypatch.delenv("NANOPD_CACHE")
+    if not (embedded_folder() / "config.json").is_file():
+        pytest.skip("the embedded model is not converted; run: nanopd prepare")
+    prompt, options = "The capital of France is", ["--device", "cpu", "--temperature", "0", "--max-tokens", "8"]
+    assert run(["generate", prompt, *options]) == 0
+    captured = capfd.readouterr()
+    llm = LLM("smollm2", device="cpu")
+    (expected,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    assert captured.out == expected.outputs[0].text + "\n"
+    assert "Paris" in captured.out
+    assert "8 generated" in captured.err
 
 
 def test_statistics_line() -> None:

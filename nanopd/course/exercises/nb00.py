@@ -37,6 +37,8 @@ def _forgets_activations(num_tokens: int, hidden: int, out: int, dtype_bytes: in
 
 
 def _test_step_intensity(answer: Any, rng: random.Random) -> None:
+    by_hand = 2 / 3  # one multiply and one add; read the weight, read x, write y
+    expect_close(answer(1, 1, 1, 1), by_hand, "1 token through a [1, 1] layer of 1-byte numbers", rtol=1e-6)
     hidden, out = rng.choice([576, 1024, 4096]), rng.choice([576, 1536, 12288])
     dtype_bytes = rng.choice([1, 2, 4])
     for num_tokens in (1, rng.randint(2, 300), rng.choice([512, 2048, 2049])):
@@ -60,7 +62,7 @@ step_intensity = Exercise(
     ),
     mistakes=(
         Mistake(_forgets_the_add, says="2 times too little"),
-        Mistake(_reads_weights_per_token, says="expected"),
-        Mistake(_forgets_activations, says="1 tokens through"),
+        Mistake(_reads_weights_per_token, says="tokens through a ["),
+        Mistake(_forgets_activations, says="3 times too much"),
     ),
 )
