@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from nanopd.engine.outputs import RequestOutput
@@ -46,24 +46,18 @@ def generate_all(
     use_tqdm: bool,
 ) -> list[RequestOutput]:
     """See ``Engine.generate``."""
-    from tqdm.auto import tqdm  # here, so that a simulator need not load it
-
     finished: deque[RequestOutput] = deque()
     params = params_list(sampling_params, len(prompts))
     ids = engine.add_requests(prompts, params, finished.append)
     results: dict[str, RequestOutput] = {}
-    num_tokens, start = 0, time.perf_counter()
     try:
-        with tqdm(total=len(ids), desc="Generating", unit="prompt", disable=not use_tqdm) as bar:
+        with _progress(engine, len(ids), use_tqdm) as show:
             while True:
                 while finished:
                     output = finished.popleft()
                     _raise_failure(output)
                     results[output.request_id] = output
-                    num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
-                    speed = num_tokens / max(time.perf_counter() - start, 1e-9)
-                    bar.set_postfix_str(f"{speed:.1f} tok/s", refresh=False)
-                    bar.update()
+                show(len(results))
                 if len(results) == len(ids):
                     break
                 if not engine.advance() and not finished:
@@ -73,6 +67,33 @@ def generate_all(
             _abort_if_there(engine, request_id)
         raise
     return [results[request_id] for request_id in ids]
+
+
+@contextmanager
+def _progress(engine: Engine, total: int, use_tqdm: bool) -> Iterator[Callable[[int], None]]:
+    """A bar of finished prompts and the engine's tokens per second; call the result with the number of the former."""
+    if not use_tqdm:
+        yield lambda num_finished: None
+        return
+    from tqdm.auto import tqdm  # here, so that a simulator need not load it
+
+    first_token, start = engine.num_generated_tokens, time.perf_counter()
+    shown = start
+
+    with tqdm(total=total, desc="Generating", unit="prompt") as bar:
+
+        def show(num_finished: int) -> None:
+            nonlocal shown
+            now = time.perf_counter()
+            if now - shown < 0.1 and num_finished < total:
+                return  # drawing takes as long as a step
+            shown = now
+            speed = (engine.num_generated_tokens - first_token) / max(now - start, 1e-9)
+            bar.set_postfix_str(f"{speed:.1f} tok/s", refresh=False)
+            bar.n = num_finished
+            bar.refresh()
+
+        yield show
 
 
 class OutputStream(Iterator[RequestOutput]):
