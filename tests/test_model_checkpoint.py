@@ -119,6 +119,13 @@ def test_missing_and_unexpected_tensors_are_named(folder):
         load_model(str(folder), device="cpu")
 
 
+def test_a_tensor_too_many_is_an_error_even_if_none_is_missing(folder):
+    """A bias that the architecture does not add: ignoring it would give another model's answers."""
+    rewrite(folder, lambda state: state.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(384)}))
+    with pytest.raises(ModelLoadError, match=r"missing none; unexpected model.layers.0.self_attn.q_proj.bias"):
+        load_model(str(folder), device="cpu")
+
+
 def test_long_lists_of_names_are_cut(folder):
     rewrite(folder, lambda state: [state.pop(name) for name in list(state) if "layers.2" in name])
     with pytest.raises(ModelLoadError, match=r"missing (model\S+, ){5}model\S+ and 5 more; unexpected none"):

@@ -114,6 +114,9 @@ def test_fields_follow_the_file():
     without = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
     assert ModelConfig.from_hf(without).num_kv_heads == 32
     assert ModelConfig.from_hf({**LLAMA, "head_dim": 256}).head_dim == 256
+    qwen3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "hidden_size": 2048}
+    assert ModelConfig.from_hf(qwen3).head_dim == 128  # Qwen3's default, not hidden_size / num_attention_heads
+    assert ModelConfig.from_hf({**qwen3, "head_dim": None}).qk_norm
 
 
 def test_an_unused_sliding_window_is_accepted():
