@@ -22,5 +22,4 @@ suppress_warnings = [
     "mystnb.unknown_mime_type",  # widget state
     "myst.header",
     "toc.not_included",
-    "toc.empty_glob",  # no notebook yet
 ]

@@ -1,0 +1,116 @@
+"""Run notebooks and store their outputs: ``python -m nanopd.course.execute notebooks/00_*.ipynb``
+
+One run from top to bottom in a fresh kernel, written back only when every cell succeeded. What a viewer does not show
+and what differs from run to run for no reason is left out, so that a diff of a notebook is a diff of its results.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from nanopd.errors import CourseError
+
+CELL_TIMEOUT_S = 900
+
+
+def execute(path: Path, *, timeout: int = CELL_TIMEOUT_S) -> list[tuple[str, float]]:
+    """Runs one notebook in its own folder and rewrites it. Returns (cell id, seconds) of every code cell.
+
+    Raises:
+        CourseError: a cell failed or ran past ``timeout`` seconds; the file is as it was.
+    """
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellControlSignal, DeadKernelError
+
+    notebook = nbformat.reads(path.read_text(encoding="utf-8"), as_version=4)
+    seconds: dict[str, float] = {}
+    started: dict[str, float] = {}
+
+    def starting(cell: Any, **_: Any) -> None:
+        started[cell.id] = time.perf_counter()
+
+    def ending(cell: Any, **_: Any) -> None:
+        seconds[cell.id] = time.perf_counter() - started[cell.id]
+
+    client = NotebookClient(
+        notebook,
+        timeout=timeout,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.parent)}},
+        record_timing=False,
+        on_cell_execute=starting,
+        on_cell_executed=ending,
+    )
+    try:
+        client.execute()
+    except (CellControlSignal, DeadKernelError) as error:  # a failed cell, a cell that took too long, a killed kernel
+        where = next((i for i in reversed(started) if i not in seconds), next(reversed(started), "the first cell"))
+        raise CourseError(f"{path.name}, cell {where}: {_plain(str(error)).strip()}") from None
+    normalise(notebook)
+    path.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
+    return list(seconds.items())
+
+
+def normalise(notebook: Any) -> None:
+    """Counts cells from 1, leaves out the kernel's Python version, and what progress bars overwrote."""
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+        **{key: value for key, value in notebook.metadata.items() if key == "widgets"},
+    }
+    count = 0
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type != "code":
+            continue
+        count += 1
+        cell.execution_count = count
+        for output in cell.outputs:
+            if output.output_type == "execute_result":
+                output.execution_count = count
+        cell.outputs = _merged(cell.outputs)
+
+
+def _merged(outputs: list[Any]) -> list[Any]:
+    """Neighbouring pieces of one stream joined, then only what a terminal would still show of each line."""
+    merged: list[Any] = []
+    for output in outputs:
+        if output.output_type == "stream" and merged and merged[-1].get("name") == output.name:
+            merged[-1].text += output.text
+        else:
+            merged.append(output)
+    for output in merged:
+        if output.output_type == "stream":
+            lines = output.text.split("\n")
+            output.text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
+    return [output for output in merged if output.output_type != "stream" or output.text.strip()]
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or any(argument.startswith("-") for argument in arguments):
+        print("usage: python -m nanopd.course.execute NOTEBOOK...", file=sys.stderr)
+        return 2
+    for name in arguments:
+        try:
+            cells = execute(Path(name))
+        except (CourseError, OSError) as error:
+            print(f"execute: {error}", file=sys.stderr)
+            return 1
+        slowest = sorted(cells, key=lambda cell: -cell[1])[:5]
+        print(f"{name}: {sum(s for _, s in cells):.0f} s; " + ", ".join(f"{i} {s:.1f} s" for i, s in slowest))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
