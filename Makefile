@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@echo "make lab    set up .venv and the embedded model, open JupyterLab on the first notebook"
 	@echo "make test   the same set-up, then all tests: ruff, mypy, translations, pytest, every notebook"
-	@echo "make zh     regenerate notebooks/zh from the English notebooks and locales/zh"
+	@echo "make zh     regenerate notebooks/zh from the English notebooks and locales/zh, and the course map"
 	@echo "make docs   build both editions of the docs into docs/_build"
 	@echo "make setup  only the set-up        make lint   only ruff, mypy and the translation check"
 	@echo "make lock   write constraints.txt from what .venv holds      make clean   remove what was built"
@@ -93,12 +93,14 @@ lint: $(STAMP)
 	@$(PY) -m mypy
 	@$(PY) -m nanopd.course.translate check
 	@$(PY) -m nanopd.course.numbers check
+	@$(PY) -m nanopd.course.course_map check
 
 # --- texts -----------------------------------------------------------------------------------------------------
 
 zh: $(STAMP)
 	@$(PY) -m nanopd.course.translate update
 	@$(PY) -m nanopd.course.translate build
+	@$(PY) -m nanopd.course.course_map fill
 
 docs: $(STAMP)
 	@$(PY) -m sphinx -q -W -b html -c docs . docs/_build/html

@@ -97,7 +97,7 @@ def test_notebook_is_written_as_nbformat_writes_it(path: Path) -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_links_of_a_notebook_lead_somewhere(path: Path) -> None:
-    for file in (path, ROOT.chinese(path)):
+    for file in filter(Path.is_file, (path, ROOT.chinese(path))):  # a missing twin is the translation check's business
         for cell in read(file).cells:
             for target in links(cell.source) if cell.cell_type == "markdown" else []:
                 exists = not is_relative(target) or (file.parent / target.partition("#")[0]).exists()
