@@ -55,7 +55,7 @@ def fill_map(text: str, notebooks: dict[str, Path], root: Root, states: tuple[st
 
 
 def filled_readmes(root: Root) -> list[tuple[Path, str, str]]:
-    """(path, text now, text filled) of both READMEs. The Chinese one links to English notebooks until theirs are built."""
+    """(path, text now, filled) of both READMEs. The Chinese one links to English notebooks until it has its own."""
     english = {path.name[:2]: path for path in root.notebooks()}
     chinese = {number: twin if (twin := root.chinese(path)).is_file() else path for number, path in english.items()}
     found = []
