@@ -55,7 +55,7 @@ step_intensity = Exercise(
     stub=step_intensity_stub,
     solution=step_intensity_solution,
     hints=(
-        "Count the floating-point operations first: each weight meets each token once, in a multiply *and* an add.",
+        "Count the floating-point operations first: each weight meets each token once, in a multiply and an add.",
         "Bytes: the weights are read once for the whole step, whatever the number of tokens. "
         "Each token also reads `hidden` numbers and writes `out`.",
         "`2 * num_tokens * hidden * out / (dtype_bytes * (hidden * out + num_tokens * (hidden + out)))`",
