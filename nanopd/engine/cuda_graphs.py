@@ -95,10 +95,14 @@ class DecodeGraphs:
         layout = self._packer.pack_decodes(plan, size)
         packed = layout.tensor(self._packer.device_buffer, "block_tables")
         self._tables[:size, : layout.width].copy_(packed)  # a graph needs one stride for every step
-        self._graphs[size].replay()
+        self.replay(size)
         n = len(plan.chunks)
         assert self._logits is not None
         return self._logits[:n], self._tokens[:n]
+
+    def replay(self, size: int) -> None:
+        """Repeat the step of ``size`` with whatever inputs are in place. For timing; ``run`` is what steps use."""
+        self._graphs[size].replay()
 
     def capture(self, size: int) -> None:
         """Record one decode step of ``size`` sequences. The KV cache is left as it is."""

@@ -213,13 +213,10 @@ class ModelRunner:
 
     def _sample(self, plan: StepPlan, step: StepLogits) -> Tensor:
         """One token per sampler, all chunks' samplers end to end: [N] int64."""
-        samplers: list[Request] = []
-        rows: list[int] = []
-        sampled = (chunk for chunk in plan.chunks if chunk.samplers)
-        for row, chunk in zip(step.rows, sampled):
-            samplers.extend(chunk.samplers)
-            rows.extend([row] * len(chunk.samplers))
-        if all(request.params.temperature == 0.0 for request in samplers):
+        sampled = [chunk.samplers for chunk in plan.chunks if chunk.samplers]
+        samplers = [request for requests in sampled for request in requests]
+        rows = [row for row, requests in zip(step.rows, sampled) for _ in requests]
+        if not any(request.params.temperature for request in samplers):
             tokens = greedy_tokens(step.logits) if step.greedy is None else step.greedy
             if rows == list(range(tokens.shape[0])):
                 return tokens
