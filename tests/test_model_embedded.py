@@ -59,8 +59,8 @@ def write_tiny_gguf(file: Path, architecture: str = "llama") -> dict[str, np.nda
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_rope_dimension_count(HEAD_DIM)
-    writer.add_rope_freq_base(1e4)
-    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(2e4)
+    writer.add_layer_norm_rms_eps(0.25)  # exact in float32, as GGUF stores it
     writer.add_tokenizer_model("gpt2")
     alphabet = [chr(c) for c in [*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324)]]
     tokens = ["<|endoftext|>", "<|im_end|>", *alphabet, "Ġa", "bc", "Ġabc", "11"]
@@ -102,6 +102,7 @@ def test_conversion_undoes_the_order_of_llama_cpp(tiny_gguf, tmp_path):
     assert not loaded.config.tie_word_embeddings
     assert loaded.config.eos_token_ids == (1,)
     assert (loaded.config.num_kv_heads, loaded.config.max_position_embeddings) == (KV_HEADS, 128)
+    assert (loaded.config.rope_theta, loaded.config.rms_norm_eps) == (2e4, 0.25)
 
 
 def test_converted_tokenizer_merges_and_splits_digits(tiny_gguf, tmp_path):
