@@ -211,6 +211,7 @@ def test_an_interrupt_aborts_the_prompts_and_the_engine_goes_on() -> None:
 def test_an_interrupt_during_the_bookkeeping_takes_effect_after_it(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     original, calls = getattr(engine.scheduler, where), []
+    default = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
 
     def interrupted(*args: object) -> object:
         calls.append(args)
@@ -221,9 +222,12 @@ def test_an_interrupt_during_the_bookkeeping_takes_effect_after_it(where: str, m
     monkeypatch.setattr(engine.scheduler, where, interrupted)
     params = SamplingParams(seed=1, max_tokens=12, ignore_eos=True)
     engine.add_request([1, 2, 3], params)
-    with pytest.raises(KeyboardInterrupt):
-        for _ in range(9):
-            engine.step()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(9):
+                engine.step()
+    finally:
+        signal.signal(signal.SIGINT, default)
     assert len(calls) == 4 and engine.scheduler.in_flight is None
     (output,) = drain(engine)
     assert tokens(output) == expected(output, params)
