@@ -210,6 +210,14 @@ def test_explorer_shows_refusals_and_changes_nothing() -> None:
     consistent(explorer)
 
 
+def test_explorer_gives_back_the_prefix_of_a_request_that_does_not_fit() -> None:
+    explorer = BlockTableExplorer(num_blocks=4, block_size=4)
+    explorer.add(9)
+    explorer.write()
+    assert explorer.add(16) is None and "OutOfBlocksError" in explorer.status.value
+    consistent(explorer)
+
+
 def test_explorer_on_the_manager_and_tables_of_somebody_else() -> None:
     manager = BlockManager(16, 8)
     table = BlockTable()
