@@ -11,7 +11,7 @@ import torch
 from nanopd.ops import measure
 from nanopd.ops.benchmark import KernelBenchmark, bench_kernels
 from nanopd.ops.ceilings import Ceilings, measure_ceilings
-from nanopd.ops.measure import environment, gpu_slug, time_cpu, write_result
+from nanopd.ops.measure import environment, gpu_slug, recorded, time_cpu, write_result
 from nanopd.ops.reference import ReferenceOps
 
 
@@ -48,6 +48,8 @@ def test_record_holds_values_and_where_they_come_from(tmp_path: Path) -> None:
     assert record["values"] == {"ms": 1.2346, "list": [0.3, 7], "nested": {"of_copy": 0.9}, "name": "x"}
     assert set(record) == {"gpu", "driver", "torch", "cuda", "python", "commit", "date", "command", "values"}
     assert record["torch"] == torch.__version__ and record["command"] == "nanopd bench-kernels"
+    assert recorded("kernels", "cpu", folder=tmp_path) == record
+    assert recorded("kernels", "nobody", folder=tmp_path) is None
 
 
 def test_commit_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:

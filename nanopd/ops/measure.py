@@ -156,6 +156,12 @@ def write_result(
     return path
 
 
+def recorded(name: str, gpu: str = "nvidia-h200", *, folder: Path | None = None) -> dict[str, Any] | None:
+    """The record ``<folder>/<gpu>/<name>.json`` as ``write_result`` left it, or None if nobody has measured it."""
+    path = (folder or results_dir()) / gpu / f"{name}.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.5g}")
