@@ -45,10 +45,17 @@ class BlockTableExplorer(LiveFigure):
         self._names = (f"r{i}" for i in count())
         self._new_token = count(1_000_000)  # output tokens: all different, so forks differ
         longest = self.manager.block_size * self.manager.num_blocks + self.manager.block_size
+        whole_label = {"description_width": "initial"}
         self.prompt_length = widgets.IntSlider(
-            value=min(2 * self.manager.block_size + 2, longest), min=1, max=longest, description="prompt length"
+            value=min(2 * self.manager.block_size + 2, longest),
+            min=1,
+            max=longest,
+            description="prompt length",
+            style=whole_label,
         )
-        self.text = widgets.Dropdown(options=TEXTS, description="prompt from", layout={"width": "200px"})
+        self.text = widgets.Dropdown(
+            options=TEXTS, description="prompt from", layout={"width": "200px"}, style=whole_label
+        )
         self.selected = widgets.Dropdown(options=list(self.tables), description="table", layout={"width": "200px"})
         self.buttons = {
             "add request": button("add request", self.add, "match_prefix + append_slots", "primary"),
