@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,9 +54,9 @@ class DecodeGraphs:
         sizes: Sequence[int] | None = None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """``stream``: where to capture and replay; None captures on a stream of its own and replays on the current one.
+        """``stream``: where to capture; None makes a stream for it. Replays go to the stream that is current.
 
-        A stream of an SM partition must be given, since a graph keeps the partition that it was captured in.
+        That of an SM partition must be given, since a graph keeps the partition that it was captured in.
         """
         device = kv_cache.device
         self.sizes = sorted(sizes or capture_sizes(packer.max_num_seqs))
@@ -64,9 +65,8 @@ class DecodeGraphs:
         self._forward = forward
         self._kv_cache = kv_cache
         self._packer = packer
-        self._stream = stream
-        self._capture_stream = stream or torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = stream  # the given one, or made by the first capture
+        self._pool: Any = None  # made by the first capture
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         largest = self.sizes[-1]
         self._tables = torch.zeros((largest, packer.max_blocks), dtype=torch.int32, device=device)
@@ -107,7 +107,11 @@ class DecodeGraphs:
     def capture(self, size: int) -> None:
         """Record one decode step of ``size`` sequences. The KV cache is left as it is."""
         batch = self._padding_batch(size)
-        stream = self._capture_stream
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._tokens.device)
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             self._step(batch, size)  # compiles kernels and creates library handles, which capture forbids
