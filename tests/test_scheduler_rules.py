@@ -73,6 +73,11 @@ class Lab:
         self.blocks.copies_done()
         assert self.blocks.num_free_blocks == self.blocks.num_blocks
 
+    def hold(self, num_blocks: int) -> None:
+        """Take blocks as somebody outside of the scheduler would."""
+        self.foreign.append(self.blocks.match_prefix([0]))
+        self.blocks.append_slots(self.foreign[-1], num_blocks * BLOCK)
+
     def check(self) -> None:
         self.blocks.check_integrity([*self.foreign, *(r.table for r in self.all if r.table is not None)])
 
@@ -118,9 +123,7 @@ def test_prompt_above_the_models_length_is_refused(prompt: int, max_tokens: int,
     # A pool of 3 blocks of 4. The last token sampled needs no slot.
     [(12, 1, True), (12, 2, False), (13, 1, False), (5, 8, True), (5, 9, False), (13, 0, False), (12, 0, True)],
 )
-def test_what_can_never_fit_the_pool_is_refused_and_what_fills_it_runs(
-    prompt: int, max_tokens: int, fits: bool
-) -> None:
+def test_a_pool_too_small_refuses_and_a_pool_exactly_full_runs(prompt: int, max_tokens: int, fits: bool) -> None:
     for watermark in (0.0, 0.5):  # the watermark must not lock out a request that is alone
         lab = Lab(num_blocks=3, watermark=watermark)
         if fits:
@@ -322,13 +325,23 @@ def test_a_half_prefilled_request_gives_way_to_decodes() -> None:
 
 def test_blocks_held_by_others_stall_the_engine_only_as_long_as_they_are_held() -> None:
     lab = Lab(num_blocks=4)
-    table = lab.blocks.match_prefix([1])
-    lab.blocks.append_slots(table, 12)
-    lab.foreign.append(table)
+    lab.hold(3)
     request = lab.add("a", 4, max_tokens=8)
     lab.step()
     assert not lab.begin().chunks and request.state is RequestState.RUNNING
     lab.blocks.free(lab.foreign.pop())
+    lab.run()
+    lab.check_oracle()
+
+
+def test_a_chunk_is_cut_to_the_blocks_that_are_there() -> None:
+    lab = Lab(num_blocks=4)
+    lab.hold(2)
+    lab.add("a", 12, max_tokens=2)
+    assert shape(lab.step()) == [("a", 0, 8)]
+    assert not lab.begin().chunks
+    lab.blocks.free(lab.foreign.pop())
+    assert shape(lab.step()) == [("a", 8, 4)]
     lab.run()
     lab.check_oracle()
 
@@ -559,6 +572,27 @@ def test_requests_that_arrive_by_transfer_cannot_starve_an_older_one() -> None:
             assert any(chunk.request is oldest for chunk in plan.chunks), f"step {step}: {oldest} stands still"
         preempted_at |= {r.request_id: step for r in plan.preempted}
     assert preempted_at and len(decode.all) == 30 and all(r.is_finished for r in decode.all)
+    decode.check_oracle()
+
+
+def test_an_older_request_gets_its_blocks_before_later_transfers_grow() -> None:
+    prefill, decode = Lab(), Lab(num_blocks=7)
+    for name, length in (("a", 3), ("c", 4)):
+        prefill.add(name, [length] * length, max_tokens=20, hand_off=True)
+    prefill.step()
+    a, c = prefill.scheduler.transferring.values()
+    transfer(prefill, a, decode)
+    decode.hold(2)
+    decode.hold(2)
+    decode.add("b", 12, max_tokens=2)  # 3 blocks; 2 are free
+    assert shape(decode.step()) == [("a", 3, 1)]
+    transfer(prefill, c, decode)
+    decode.blocks.free(decode.foreign.pop())
+    # 3 blocks are free: enough for b, were it not that a and c need one each. c came last.
+    plan = decode.step()
+    assert shape(plan) == [("a", 4, 1), ("b", 0, 12)] and plan.preempted == [c]
+    decode.blocks.free(decode.foreign.pop())
+    decode.run()
     decode.check_oracle()
 
 
