@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from nanopd.errors import ConfigError, CudaUnavailableError, ModelLoadError
 from nanopd.model import hub, load_model
 from nanopd.model.checkpoint import read_config, weight_files
+from nanopd.model.loader import check_memory
+from nanopd.model.presets import preset
 from nanopd.model.weights import checkpoint_slots
 
 
@@ -185,10 +187,17 @@ def test_wrong_dtype_or_device():
             load_model("dummy:tiny", device="cuda")
 
 
-def test_a_model_larger_than_memory_is_refused_before_anything_is_allocated(monkeypatch):
-    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2_000_000}[name])
+def test_a_model_larger_than_memory_is_refused(monkeypatch):
+    """With small numbers, so that a broken check fails here instead of filling the machine's memory."""
+    cpu = torch.device("cpu")
+    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2_000_000}
+    monkeypatch.setattr("os.sysconf", pages.__getitem__)
     with pytest.raises(ModelLoadError, match=r"32.8 GB of memory, this machine has 8.2 GB"):
-        load_model("dummy:qwen3-8b", device="cpu", dtype="float32")
+        check_memory(preset("qwen3-8b"), cpu, torch.float32)
+    check_memory(preset("qwen2-1.5b"), cpu, torch.float32)
+    pages["SC_PHYS_PAGES"] = 100
+    with pytest.raises(ModelLoadError, match=r"tiny in torch.float32"):
+        load_model("dummy:tiny", device="cpu", dtype="float32")
 
 
 def test_dummy_weights_are_seeded(tiny):

@@ -149,23 +149,25 @@ def test_converted_weights_equal_transformers_reading_of_the_gguf(transformers_g
         assert torch.equal(tensor, want[name]), name
 
 
-@pytest.mark.parametrize("name", ["blk.0.ffn_down.weight", "blk.29.attn_v.weight"])
-def test_quantised_blocks_are_expanded_exactly(smollm2, name):
+def test_quantised_blocks_are_expanded_exactly(smollm2):
     """Q4_1 by hand: 32 weights per 20 bytes, float16 scale d and minimum m, then 4-bit q: w = d * q + m.
 
     Computed here in float64, so equality also shows that float32 rounds nothing.
     """
     import gguf
 
-    (tensor,) = (t for t in gguf.GGUFReader(find_gguf()).tensors if t.name == name)
-    assert tensor.tensor_type.name == "Q4_1"
-    raw = np.asarray(tensor.data).reshape(-1, 20)
-    d = raw[:, 0:2].copy().view(np.float16).astype(np.float64)
-    m = raw[:, 2:4].copy().view(np.float16).astype(np.float64)
-    q = np.concatenate([raw[:, 4:] & 15, raw[:, 4:] >> 4], axis=1)
     layers = smollm2.model.weights.layers
-    got = layers[0].down if "down" in name else layers[29].qkv[-192:]
-    np.testing.assert_array_equal((d * q + m).reshape(got.shape), got.double().numpy())
+    loaded = {"blk.0.ffn_down.weight": layers[0].down, "blk.29.attn_v.weight": layers[29].qkv[-192:]}
+    tensors = [tensor for tensor in gguf.GGUFReader(find_gguf()).tensors if tensor.name in loaded]
+    assert len(tensors) == 2
+    for tensor in tensors:
+        assert tensor.tensor_type.name == "Q4_1"
+        raw = np.asarray(tensor.data).reshape(-1, 20)
+        d = raw[:, 0:2].copy().view(np.float16).astype(np.float64)
+        m = raw[:, 2:4].copy().view(np.float16).astype(np.float64)
+        q = np.concatenate([raw[:, 4:] & 15, raw[:, 4:] >> 4], axis=1)
+        got = loaded[tensor.name].double().numpy()
+        np.testing.assert_array_equal((d * q + m).reshape(got.shape), got)
 
 
 @pytest.mark.slow
