@@ -55,8 +55,10 @@ class Script:
 
     def __init__(self, lines: dict[tuple[str, int], list[int]]) -> None:
         self.lines = lines
+        self.hook: Callable[[StepPlan], None] = lambda plan: None
 
     def execute(self, plan: StepPlan) -> list[list[int]]:
+        self.hook(plan)
         return [
             [self.lines[s.parent_id, s.sample_index][len(s.output_token_ids)] for s in chunk.samplers]
             for chunk in plan.chunks
@@ -566,6 +568,26 @@ def test_add_and_abort_do_not_wait_for_the_step_that_runs() -> None:
     assert drain(engine) == []
     assert {o.request_id: tokens(o) == expected(o, params) for o in seen[1:]} == {"a": True, "b": True}
     check_empty(engine)
+
+
+def test_a_name_given_again_while_its_first_owner_is_in_a_step() -> None:
+    engine = scripted({("a", 0): "hello"})
+    params = SamplingParams(max_tokens=5)
+    first: list[RequestOutput] = []
+    second: list[RequestOutput] = []
+    engine.add_request("x", params, request_id="a", stream=True, on_output=first.append)
+    engine.step()
+    engine.step()
+
+    def swap(plan: StepPlan) -> None:
+        engine.runner.hook = lambda plan: None  # type: ignore[attr-defined]
+        engine.abort("a")
+        engine.add_request("x", params, request_id="a", stream=True, on_output=second.append)
+
+    engine.runner.hook = swap  # type: ignore[attr-defined]
+    drain(engine)
+    assert [o.outputs[0].text for o in first] == ["h", "he", "he"] and first[-1].finished
+    assert [o.outputs[0].text for o in second] == ["h", "he", "hel", "hell", "hello"]
 
 
 def test_close_waits_for_the_step_that_runs() -> None:
