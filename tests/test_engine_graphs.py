@@ -96,8 +96,31 @@ def test_padding_touches_nothing(tiny: LoadedModel) -> None:
     assert {tuple(where) for where in changed.nonzero().tolist()} == slots
 
 
-def test_logits_are_copies(tiny: LoadedModel) -> None:
-    """Beam search keeps logits across steps, the graph's own buffer would change under it."""
+def test_logits_are_copies_of_the_wanted_rows(tiny: LoadedModel) -> None:
+    """Somebody may keep them, while the graph's own buffer changes with the next step."""
+    llm, graphs = make_llm(tiny, None)
+    for prompt in random_prompts(3):
+        llm.engine.add_request(prompt, greedy(8))
+    llm.engine.step()
+    plan = llm.engine.begin_step()
+    assert plan is not None and plan.num_decodes == len(plan.chunks) == 3
+    tokens = llm.runner.execute(plan)
+    silent = plan.chunks[1]
+    silent.samplers, request = (), silent.samplers
+    logits = llm.runner.logits(plan)
+    assert logits.argmax(-1).tolist() == [tokens[0][0], tokens[2][0]]
+    assert llm.runner.execute(plan) == [tokens[0], [], tokens[2]]
+    kept = logits.clone()
+    for chunk in plan.chunks:
+        chunk.start -= 1  # another step: other logits
+    assert not torch.equal(llm.runner.logits(plan), kept)
+    assert torch.equal(logits, kept)
+    assert graphs.replays == 4
+    silent.samplers = request
+    llm.engine.close()
+
+
+def test_beam_search(tiny: LoadedModel) -> None:
     llm, graphs = make_llm(tiny, None)
     prompt = random_prompts(5)[4]
     plain = LLM(tiny, num_blocks=80, max_num_seqs=12, max_num_batched_tokens=128).beam_search(prompt, 5, 10)

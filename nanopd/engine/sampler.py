@@ -56,7 +56,8 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     Returns: [N] int64.
     """
     best = torch.max(logits, dim=-1)  # NaN wins every comparison, so one NaN in the row shows in its maximum
-    return torch.where(torch.isfinite(best.values), best.indices, -1)
+    # Not torch.where(…, -1): it would copy the -1 to the device, which a CUDA graph's capture forbids.
+    return best.indices.masked_fill(~torch.isfinite(best.values), -1)
 
 
 def sample_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -135,7 +136,7 @@ def _draw(logits: Tensor, batch: _DeviceBatch, use_filter: bool) -> Tensor:
     # The largest u is 1 - 2**-53, and then u * total still rounds to less than total: a token is always found.
     target = (batch.uniform[:, None] * sums[:, -1:]).long()
     tokens = torch.searchsorted(sums, target, right=True).squeeze(1)
-    return torch.where(torch.isfinite(best.squeeze(1)), tokens, -1)
+    return tokens.masked_fill(~torch.isfinite(best.squeeze(1)), -1)
 
 
 def _kept(rows: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
