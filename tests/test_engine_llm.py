@@ -108,6 +108,8 @@ def test_close_gives_everything_back_and_is_final(tiny: LoadedModel) -> None:
     llm.close()
     with pytest.raises(EngineClosedError):
         llm.generate([prompt_of(3)], greedy(2))
+    with pytest.raises(EngineClosedError):
+        llm.beam_search(prompt_of(3), 2, 2)
     assert not hasattr(llm, "kv_cache") and not hasattr(llm.runner, "kv_cache")
     assert tiny.model.weights is not None  # the caller's model is not ours to destroy
 

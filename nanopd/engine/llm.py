@@ -18,6 +18,7 @@ from nanopd.engine.sampling_params import SamplingParams
 from nanopd.engine.scheduler import Scheduler
 from nanopd.errors import (
     ConfigError,
+    EngineClosedError,
     InvalidRequestError,
     InvalidSamplingParamsError,
     InvalidTokenError,
@@ -166,8 +167,10 @@ class LLM:
         Runs at once, between the engine's steps, and not while another thread takes steps. ``end_token_ids``: default
         the model's; ``()`` for none.
 
-        Raises InvalidSamplingParamsError, an InvalidRequestError, or OutOfBlocksError.
+        Raises InvalidSamplingParamsError, an InvalidRequestError, OutOfBlocksError, or EngineClosedError.
         """
+        if "kv_cache" not in self.__dict__:
+            raise EngineClosedError("the engine was closed")
         limits = self.scheduler.config
         if beam_width > limits.max_num_seqs:
             raise InvalidSamplingParamsError(f"beam_width {beam_width} exceeds max_num_seqs, {limits.max_num_seqs}")
