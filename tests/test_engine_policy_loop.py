@@ -495,7 +495,7 @@ def test_blocks_held_outside_are_an_error_not_a_hang() -> None:
 def test_a_closed_engine_has_nothing_left_and_accepts_nothing() -> None:
     engine = make_engine()
     seen: list[RequestOutput] = []
-    engine.add_request([1] * 9, SamplingParams(n=3), on_output=seen.append)
+    engine.add_request([1] * 9, SamplingParams(n=3, ignore_eos=True), on_output=seen.append)
     stream = engine.stream([2], SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)
     engine.close()

@@ -383,6 +383,16 @@ def test_samples_that_find_no_block_wait_and_give_the_same_tokens() -> None:
     lab.check_oracle()
 
 
+def test_samples_whose_parent_ends_before_the_fork_compute_the_prompt_themselves() -> None:
+    lab = Lab(chunk_size=4)
+    parent = lab.add("a", 10, n=3)
+    lab.step()
+    lab.scheduler.finish(parent, FinishReason.ABORTED, lab.tick())
+    lab.run()
+    for sample in lab.all[1:]:
+        assert sample.output_token_ids == oracle(sample.prompt_token_ids, sample.params, sample.sample_index, 100)
+
+
 # --- ends before the end -------------------------------------------------------------------------------------------
 
 

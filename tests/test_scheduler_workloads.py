@@ -174,6 +174,7 @@ class Driver:
             assert all(r.state is state for r in queue)
             assert len(set(queue)) == len(queue)
             assert [r.arrival_order for r in queue] == sorted(r.arrival_order for r in queue)
+        assert all(r.table is None and r.num_computed_tokens == 0 for r in scheduler.waiting)
         queued = [*scheduler.waiting, *scheduler.prefilling, *scheduler.running]
         pending = [s for r in queued for s in r.pending_siblings]
         assert set(queued + pending) == {r for r in requests if not r.is_finished}, "a request is lost"
