@@ -263,6 +263,13 @@ def test_prefix_is_cached_after_the_step_that_computed_it_not_before() -> None:
     lab.check_oracle()
 
 
+def test_outputs_are_cached_too() -> None:
+    lab = Lab()
+    request = lab.add("a", 3, max_tokens=10)
+    lab.run()
+    assert lab.blocks.peek_prefix([*request.all_token_ids, 1]) == 12  # the 13th token was never computed
+
+
 def test_a_refused_head_is_asked_again_when_its_prefix_was_computed() -> None:
     lab = Lab(num_blocks=8)
     lab.add("a", 24, max_tokens=4)
@@ -601,6 +608,22 @@ def test_an_older_request_gets_its_blocks_before_later_transfers_grow() -> None:
     # 3 blocks are free: enough for b, were it not that a and c need one each. c came last.
     plan = decode.step()
     assert shape(plan) == [("a", 4, 1), ("b", 0, 12)] and plan.preempted == [c]
+    decode.blocks.free(decode.foreign.pop())
+    decode.run()
+    decode.check_oracle()
+
+
+def test_an_older_prefill_gets_its_block_before_later_transfers_grow() -> None:
+    prefill, decode = Lab(), Lab(num_blocks=4, chunk_size=4)
+    prefill.add("c", [4] * 4, max_tokens=6, hand_off=True)
+    prefill.step()
+    (c,) = prefill.scheduler.transferring.values()
+    decode.add("b", 12, max_tokens=2)
+    assert shape(decode.step()) == [("b", 0, 4)]
+    transfer(prefill, c, decode)
+    decode.hold(1)
+    plan = decode.step()  # one block is free; both want it
+    assert shape(plan) == [("b", 4, 4)] and plan.preempted == [c]
     decode.blocks.free(decode.foreign.pop())
     decode.run()
     decode.check_oracle()
