@@ -66,3 +66,60 @@ step_intensity = Exercise(
         Mistake(_forgets_activations, says="3 times too much"),
     ),
 )
+
+# --- tokens until memory stops being the limit -----------------------------------------------------------------
+
+
+def tokens_to_saturate_stub(bandwidth_gb_s: float, rate_tflop_s: float, dtype_bytes: int) -> float:
+    """Tokens per step at which reading the weights and computing with them take equally long."""
+    raise NotImplementedError
+
+
+def tokens_to_saturate_solution(bandwidth_gb_s: float, rate_tflop_s: float, dtype_bytes: int) -> float:
+    """Tokens per step at which reading the weights and computing with them take equally long."""
+    seconds_per_weight_read = dtype_bytes / (bandwidth_gb_s * 1e9)  # once per step
+    seconds_per_weight_used = 2 / (rate_tflop_s * 1e12)  # once per token
+    return seconds_per_weight_read / seconds_per_weight_used
+
+
+def _is_the_ridge(bandwidth_gb_s: float, rate_tflop_s: float, dtype_bytes: int) -> float:
+    return rate_tflop_s * 1e3 / bandwidth_gb_s
+
+
+def _mixes_tera_and_giga(bandwidth_gb_s: float, rate_tflop_s: float, dtype_bytes: int) -> float:
+    return dtype_bytes * rate_tflop_s / (2 * bandwidth_gb_s)
+
+
+def _forgets_that_numbers_have_bytes(bandwidth_gb_s: float, rate_tflop_s: float, dtype_bytes: int) -> float:
+    return rate_tflop_s * 1e3 / (2 * bandwidth_gb_s)
+
+
+def _test_tokens_to_saturate(answer: Any, rng: random.Random) -> None:
+    # By hand: 1 GB/s reads a one-byte weight in 1 ns, and 1 TFLOP/s uses it in 2 ps.
+    expect_close(answer(1.0, 1.0, 1), 500.0, "1 GB/s, 1 TFLOP/s, 1-byte weights", rtol=1e-6)
+    for dtype_bytes in (1, 2, 4):
+        bandwidth, rate = rng.uniform(10, 5000), rng.uniform(0.05, 1000)
+        where = f"{bandwidth:.0f} GB/s, {rate:.2f} TFLOP/s, {dtype_bytes}-byte weights"
+        want = tokens_to_saturate_solution(bandwidth, rate, dtype_bytes)
+        expect_close(answer(bandwidth, rate, dtype_bytes), want, where, atol=0, rtol=1e-6)
+
+
+tokens_to_saturate = Exercise(
+    notebook="00",
+    name="tokens_to_saturate",
+    title="Tokens per step at which a step stops being memory-bound",
+    test=_test_tokens_to_saturate,
+    stub=tokens_to_saturate_stub,
+    solution=tokens_to_saturate_solution,
+    hints=(
+        "Think of a single weight. How long does it take to read it? How long to use it for one token?",
+        "Reading takes `dtype_bytes / (bandwidth_gb_s * 1e9)` seconds, once per step. "
+        "Using takes `2 / (rate_tflop_s * 1e12)` seconds, once per token.",
+        "The ratio of the two is the answer.",
+    ),
+    mistakes=(
+        Mistake(_is_the_ridge, says="2 times too much"),
+        Mistake(_mixes_tera_and_giga, says="1 GB/s, 1 TFLOP/s"),
+        Mistake(_forgets_that_numbers_have_bytes, says="byte weights"),
+    ),
+)
