@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanopd.engine.detokenizer import Detokenizer
@@ -91,6 +91,8 @@ def test_decoding_work_is_linear_whatever_the_tokens(token: int) -> None:
     st.text(alphabet="abé€", max_size=30),
     st.lists(st.text(alphabet="abé€", min_size=1, max_size=5), min_size=1, max_size=3),
 )
+@example("xab", ["b", "ab"])
+@example("xab", ["ab", "b"])
 def test_stop_strings(text: str, stop: list[str]) -> None:
     tokenizer = ByteTokenizer()
     detokenizer = Detokenizer(tokenizer, stop)

@@ -66,8 +66,6 @@ class Job:
             stopped = False
             for token in request.output_token_ids[text.num_tokens : _num_text_tokens(request)]:
                 stopped = stopped or text.append(token)
-            if request.is_finished:
-                stopped = text.finish()
             return FinishReason.STOP if stopped else None
         except Exception as error:  # one request's text must not take the whole step down
             self.error = error
