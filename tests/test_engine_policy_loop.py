@@ -233,6 +233,7 @@ def test_an_interrupt_in_the_middle_of_the_bookkeeping_waits_for_its_end(
         with pytest.raises(KeyboardInterrupt):
             for _ in range(30):
                 engine.step()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, default)
     assert engine.scheduler.in_flight is None

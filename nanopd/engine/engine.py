@@ -14,7 +14,7 @@ from typing import Protocol
 
 from nanopd.engine.detokenizer import Tokenizer
 from nanopd.engine.generate import OutputStream, Prompt, generate_all, prompt_list
-from nanopd.engine.interrupts import interrupts_deferred
+from nanopd.engine.interrupts import InterruptGuard
 from nanopd.engine.jobs import Job, OutputCallback
 from nanopd.engine.outputs import RequestOutput
 from nanopd.engine.plan import StepPlan
@@ -94,6 +94,7 @@ class Engine:
         self._num_ids = 0
         self._step_start = 0.0
         self._closed = False
+        self.interrupt_guard = InterruptGuard()
         self._lock = threading.RLock()  # guards all state; never held while the runner executes
         self._step_lock = threading.RLock()  # one step at a time; taken before the others
         self._callback_lock = threading.RLock()  # callbacks in the order of their outputs; taken before `_lock`
@@ -194,14 +195,15 @@ class Engine:
 
     def advance(self) -> bool:
         """``step``, but leave the outputs to ``poll``. Returns whether there was anything to compute."""
-        with self._step_lock:
+        guard = self.interrupt_guard
+        with self._step_lock, guard:
             try:
-                with interrupts_deferred():
+                with guard.uninterrupted():
                     plan = self.begin_step()
                 if plan is None:
                     return False
                 tokens = self._execute(plan)
-                with interrupts_deferred():
+                with guard.uninterrupted():
                     if isinstance(tokens, Exception):
                         self.fail_step(plan, tokens)
                     else:

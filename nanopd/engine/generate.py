@@ -51,7 +51,7 @@ def generate_all(
     ids = engine.add_requests(prompts, params, finished.append)
     results: dict[str, RequestOutput] = {}
     try:
-        with _progress(engine, len(ids), use_tqdm) as show:
+        with engine.interrupt_guard, _progress(engine, len(ids), use_tqdm) as show:
             while True:
                 while finished:
                     output = finished.popleft()
