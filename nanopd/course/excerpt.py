@@ -22,7 +22,7 @@ class Excerpt:
     def _repr_html_(self) -> str:
         style = (
             "background:#f7f7f7;color:#222;border-left:4px solid #3b7dd8;padding:.5em .8em;margin:.2em 0;"
-            "overflow-x:auto;white-space:pre;line-height:1.35"
+            "overflow-x:auto;white-space:pre;line-height:1.35;font-size:12px"
         )
         place = f"<div><code>csrc/{html.escape(self.file)}</code>, from line {self.first_line}</div>"
         return f'{place}<pre style="{style}">{_coloured(self.text)}</pre>'
