@@ -7,6 +7,7 @@
 // Defines: SCALAR; ROW = elements per row, a multiple of 8; RESIDUAL = 0 or 1; THREADS = threads per block;
 // GROUP = lanes per row (a power of two up to 32), or THREADS for a block per row.
 #include "common.cuh"
+#include "overlap.cuh"
 
 constexpr int ROW_VECS = ROW / 8;
 constexpr int PER_LANE = (ROW_VECS + GROUP - 1) / GROUP;  // vectors of a row that one lane holds
@@ -22,12 +23,14 @@ __device__ __forceinline__ float row_sum(float x) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-rms_norm(const SCALAR* __restrict__ x,         // row r starts at (r / heads) * x_stride + (r % heads) * ROW
+rms_norm(const SCALAR* x,                      // row r starts at (r / heads) * x_stride + (r % heads) * ROW
          const SCALAR* __restrict__ weight,    // [ROW]
-         const SCALAR* __restrict__ residual,  // [rows, ROW], read when RESIDUAL
+         const SCALAR* residual,               // [rows, ROW], read when RESIDUAL
          SCALAR* __restrict__ y,               // [rows, ROW]
          SCALAR* __restrict__ total,           // [rows, ROW] x + residual, written when RESIDUAL
          int rows, int heads, i64 x_stride, float eps) {
+  let_next_start();
+  wait_for_previous();
   const int lane = threadIdx.x % GROUP;
   const u32 row = blockIdx.x * ROWS_PER_BLOCK + threadIdx.x / GROUP;
   const bool active = row < rows;  // no early return: the shuffles below need every lane of the warp

@@ -5,13 +5,16 @@
 //
 // Defines: SCALAR; OUT_VECS = F / 8, vectors per output row.
 #include "common.cuh"
+#include "overlap.cuh"
 
 constexpr int THREADS = 256;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-silu_mul(const SCALAR* __restrict__ gate_up,  // [T, 2F]
+silu_mul(const SCALAR* gate_up,               // [T, 2F]
          SCALAR* __restrict__ out,            // [T, F]
          i64 total_vecs) {                    // T * OUT_VECS
+  let_next_start();
+  wait_for_previous();
   const i64 index = (i64)blockIdx.x * THREADS + threadIdx.x;
   if (index >= total_vecs) return;
   const i64 row = index / OUT_VECS;

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from nanopd.model.batch import ForwardBatch
 from nanopd.model.config import ModelConfig
@@ -79,7 +79,7 @@ class Transformer:
         # Only wanted rows go on: a prefill chunk of 2,048 tokens needs one row of logits at most.
         x, residual = x[batch.logits_rows], residual[batch.logits_rows]
         x, _ = rms_norm(x, self.weights.final_norm, eps, residual)
-        return linear(x, self.weights.lm_head)
+        return self.ops.linear(x, self.weights.lm_head)
 
     __call__ = forward
 
@@ -98,17 +98,15 @@ class Transformer:
         All are [T, hidden_size].
         """
         ops, config, eps = self.ops, self.config, self.config.rms_norm_eps
-        qkv = linear(x, w.qkv, w.qkv_bias)
+        qkv = ops.linear(x, w.qkv, w.qkv_bias)
         q, k, v = qkv.split([config.q_size, config.kv_size, config.kv_size], dim=1)
         q, k, v = (t.unflatten(1, (-1, config.head_dim)) for t in (q, k, v))
-        if w.q_norm is not None and w.k_norm is not None:
-            q, k = ops.rms_norm(q, w.q_norm, eps), ops.rms_norm(k, w.k_norm, eps)
-        ops.rope(q, k, batch.positions, self.cos_sin)
-        ops.store_kv(k, v, k_cache, v_cache, batch.slot_mapping)
-        x = linear(self._attention(q, k_cache, v_cache, batch, prefill_cu_seqlens), w.attn_out)
+        rotation = (batch.positions, self.cos_sin)
+        q = ops.norm_rope_store(q, k, v, w.q_norm, w.k_norm, eps, *rotation, k_cache, v_cache, batch.slot_mapping)
+        x = ops.linear(self._attention(q, k_cache, v_cache, batch, prefill_cu_seqlens), w.attn_out)
 
         x, residual = ops.rms_norm(x, w.mlp_norm, eps, residual)
-        x = linear(ops.silu_mul(linear(x, w.gate_up)), w.down)
+        x = ops.linear(ops.gated_linear(x, w.gate_up), w.down)
         return x, residual
 
     def _attention(

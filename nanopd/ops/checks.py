@@ -156,6 +156,28 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         raise fail(f"cos_sin has shape {tuple(cos_sin.shape)}; contiguous [max_position, {q.shape[2]}] is needed")
 
 
+def norm_rope_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    store_kv(k, v, k_cache, v_cache, slot_mapping)
+    rope(q, k, positions, cos_sin)
+    if (q_norm is None) != (k_norm is None):
+        raise fail("q_norm and k_norm must both be given, or neither")
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None and (weight.shape != (q.shape[2],) or weight.dtype is not q.dtype):
+            shape = tuple(weight.shape)
+            raise fail(f"{name} is {weight.dtype} {shape}; {q.dtype} [{q.shape[2]}] is needed")
+
+
 def silu_mul(gate_up: Tensor) -> None:
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not gate_up.is_contiguous():
         raise fail(f"gate_up has shape {tuple(gate_up.shape)}; contiguous [tokens, 2 * F] is needed")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear as torch_linear
 
 from nanopd.errors import UnsupportedShapeError
 from nanopd.ops import checks
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 SCALARS: Mapping[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 _VEC = 8  # 16-bit elements in 16 bytes
+_GEMV_ROWS, _GEMV_AHEAD = 2, 8  # rows per warp of gemv.cu, and vectors of each in flight per lane
 _MOVE_TILE = 256 * 4  # vectors per thread block of move_blocks.cu
 _LONGEST_ROW = 8 * 1024 * 16  # rms_norm.cu keeps a row in the registers of 1024 threads, 16 vectors each
 
@@ -162,7 +164,7 @@ class CudaOps:
                 GROUP=group,
             )
             grid = -(-rows * group // threads)
-            kernel(grid, threads, x, weight, residual, normed, total, rows, heads, stride, float(eps))
+            kernel(grid, threads, x, weight, residual, normed, total, rows, heads, stride, float(eps), overlap=True)
         return normed if total is None else (normed, total)
 
     def rope(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
@@ -182,6 +184,68 @@ class CudaOps:
         grid = -(-num_tokens * (q_heads + k_heads) * half_vecs // 128)
         kernel(grid, 128, q, k, positions, cos_sin, num_tokens, q_heads, k_heads, q_stride, k_stride)
 
+    def norm_rope_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        positions: Tensor,
+        cos_sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        checks.norm_rope_store(q, k, v, q_norm, k_norm, positions, cos_sin, k_cache, v_cache, slot_mapping)
+        num_tokens, q_heads, head_dim = q.shape
+        if num_tokens == 0:
+            return q
+        if cos_sin.dtype is not torch.float32:
+            raise UnsupportedShapeError(f"cos_sin is {cos_sin.dtype}; torch.float32 is needed")
+        if head_dim % (2 * _VEC):
+            raise UnsupportedShapeError(f"head dimension {head_dim} is not a multiple of {2 * _VEC}")
+        kv_heads, strides = k.shape[1], (q.stride(0), k.stride(0), v.stride(0))
+        scalar = self._check_scalar(q)
+        _check_vectors("q, k and v", q.data_ptr() | k.data_ptr() | v.data_ptr(), head_dim, *strides)
+        group, norm = _head_group(head_dim), int(q_norm is not None)
+        kernel = self._kernel(
+            "norm_rope_store.cu", "norm_rope_store", SCALAR=scalar, HEAD_DIM=head_dim, GROUP=group, NORM=norm
+        )
+        grid = -(-num_tokens * (q_heads + 2 * kv_heads) * group // 128)
+        tensors = (q, k, v, q_norm, k_norm, positions, cos_sin, k_cache, v_cache, slot_mapping)
+        kernel(grid, 128, *tensors, num_tokens, q_heads, kv_heads, *strides, float(eps), overlap=True)
+        return q
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A matrix product is cuBLAS's business; one token's is a stream through the weights, and gemv.cu's."""
+        if x.shape[0] == 1 and _fits_gemv(x, weight):
+            return self._gemv(x, weight, bias, gated=False)
+        return torch_linear(x, weight, bias)
+
+    def gated_linear(self, x: Tensor, gate_up: Tensor) -> Tensor:
+        if x.shape[0] == 1 and _fits_gemv(x, gate_up):
+            return self._gemv(x, gate_up, None, gated=True)
+        return self.silu_mul(torch_linear(x, gate_up))
+
+    def _gemv(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> Tensor:
+        num_rows, width = weight.shape
+        kernel = self._kernel(
+            "gemv.cu",
+            "gemv",
+            SCALAR=self._check_scalar(x),
+            K_VECS=width // _VEC,
+            ROWS=_GEMV_ROWS,
+            AHEAD=_GEMV_AHEAD,
+            BIAS=int(bias is not None),
+            GATED=int(gated),
+        )
+        y = torch.empty((1, num_rows // 2 if gated else num_rows), dtype=x.dtype, device=x.device)
+        grid = -(-num_rows // (_GEMV_ROWS * 128 // 32))
+        kernel(grid, 128, weight, x, bias, y, num_rows, overlap=True)
+        return y
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         checks.silu_mul(gate_up)
         num_tokens, width = gate_up.shape
@@ -192,7 +256,7 @@ class CudaOps:
         if num_tokens:
             vecs = num_tokens * half // _VEC
             kernel = self._kernel("silu_mul.cu", "silu_mul", SCALAR=scalar, OUT_VECS=half // _VEC)
-            kernel(-(-vecs // 256), 256, gate_up, out, vecs)
+            kernel(-(-vecs // 256), 256, gate_up, out, vecs, overlap=True)
         return out
 
     # --- shared ------------------------------------------------------------------------------------------------
@@ -236,6 +300,23 @@ def _rows_of(x: Tensor) -> tuple[int, int]:
     )
 
 
+def _head_group(head_dim: int) -> int:
+    """Lanes of norm_rope_store.cu that hold one head, 16 elements each: a power of two."""
+    return 1 << (head_dim // (2 * _VEC) - 1).bit_length()
+
+
+def _fits_gemv(x: Tensor, weight: Tensor) -> bool:
+    """Whether gemv.cu can stream these; cuBLAS takes everything else."""
+    return (
+        x.dtype in SCALARS
+        and x.dtype is weight.dtype
+        and weight.is_contiguous()
+        and x.stride(1) == 1
+        and weight.shape[1] % _VEC == 0
+        and (x.data_ptr() | weight.data_ptr()) % 16 == 0
+    )
+
+
 def _norm_threads(row: int) -> tuple[int, int]:
     """Threads per block and lanes per row of rms_norm.cu.
 
@@ -266,5 +347,11 @@ def variants() -> Iterator[tuple[str, str, dict[str, object]]]:
         for head_dim in checks.HEAD_DIMS:
             half_vecs = head_dim // (2 * _VEC)
             yield "rope.cu", "rope", {"SCALAR": scalar, "HEAD_DIM": head_dim, "HALF_VECS": half_vecs}
+            for norm in (0, 1):
+                options = {"SCALAR": scalar, "HEAD_DIM": head_dim, "GROUP": _head_group(head_dim), "NORM": norm}
+                yield "norm_rope_store.cu", "norm_rope_store", options
+        for width, bias, gated in ((576, 0, 0), (1536, 1, 0), (4096, 0, 0), (4096, 0, 1), (12288, 0, 0)):
+            tile = {"K_VECS": width // _VEC, "ROWS": _GEMV_ROWS, "AHEAD": _GEMV_AHEAD}
+            yield "gemv.cu", "gemv", {"SCALAR": scalar, **tile, "BIAS": bias, "GATED": gated}
         for out_vecs in (1536 // _VEC, 12288 // _VEC):
             yield "silu_mul.cu", "silu_mul", {"SCALAR": scalar, "OUT_VECS": out_vecs}

@@ -146,6 +146,39 @@ class Ops(Protocol):
         """
         ...
 
+    def norm_rope_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        positions: Tensor,
+        cos_sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """All that lies between the qkv projection and attention: ``rms_norm`` of each head, ``rope``, ``store_kv``.
+
+        Args:
+            q: [T, Hq, D], k, v: [T, Hkv, D], token rows may be strided. q and k may be overwritten.
+            q_norm, k_norm: [D] weights of the norms, or None for both: no norm.
+            positions, cos_sin: as for ``rope``. k_cache, v_cache, slot_mapping: as for ``store_kv``.
+
+        Returns: the queries, normed and rotated, [T, Hq, D]; it may be ``q``.
+        """
+        ...
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x @ weight.T + bias. x [T, K], weight [N, K], bias [N]. Returns [T, N]."""
+        ...
+
+    def gated_linear(self, x: Tensor, gate_up: Tensor) -> Tensor:
+        """``silu_mul(linear(x, gate_up))``. x [T, K], gate_up [2F, K]. Returns [T, F]."""
+        ...
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """``silu(gate) * up`` of a fused [T, 2F] projection: gate in [:, :F], up in [:, F:]. Returns [T, F]."""
         ...

@@ -58,10 +58,11 @@ class Kernel:
         self.device = device
         self._index = device.index
         self._make_config, self._launch, self._wrap_stream = LaunchConfig, launch, Stream.from_handle
-        self._configs: dict[tuple[Dim, Dim, int], Any] = {}
+        self._configs: dict[tuple[Dim, Dim, int, bool], Any] = {}
         self._streams: dict[int, Any] = {}
         with torch.cuda.device(device):
             ensure_context(self._index)
+            self._can_overlap = torch.cuda.get_device_capability(device) >= (9, 0)
             self._code = ObjectCode.from_cubin(cubin, name=function)  # owns the loaded library
             try:
                 self._kernel = self._code.get_kernel(function)
@@ -88,20 +89,24 @@ class Kernel:
         if status != driver.CUresult.CUDA_SUCCESS:
             raise KernelLaunchError(f"kernel {self.name} cannot be loaded on {self.device}: {status.name}")
 
-    def __call__(self, grid: Dim, block: Dim, *args: Any, shared: int = 0, stream: Any = None) -> None:
+    def __call__(
+        self, grid: Dim, block: Dim, *args: Any, shared: int = 0, stream: Any = None, overlap: bool = False
+    ) -> None:
         """Launch on ``stream`` (a torch or cuda.core stream), or on torch's current stream of the kernel's device.
 
         Args:
             grid, block: int or tuple of up to three.
             shared: bytes of dynamic shared memory. More than 48 KiB is requested from the driver as needed.
+            overlap: the kernel may start before the previous one has ended: it waits where it must (csrc/overlap.cuh).
+                Has no effect before sm_90.
 
         Raises:
             KernelLaunchError: the driver refused the launch, or a dimension is out of range.
             UnsupportedShapeError: a tensor that is not on a CUDA device, whose address would crash the kernel.
         """
-        config = self._configs.get((grid, block, shared))
+        config = self._configs.get((grid, block, shared, overlap))
         if config is None:
-            config = self._new_config(grid, block, shared)
+            config = self._new_config(grid, block, shared, overlap)
         values = [self._convert(arg) for arg in args]
         if stream is None:
             raw = self._raw_stream(self._index)
@@ -132,7 +137,7 @@ class Kernel:
             return np.float32(arg)
         return 0 if arg is None else arg
 
-    def _new_config(self, grid: Dim, block: Dim, shared: int) -> Any:
+    def _new_config(self, grid: Dim, block: Dim, shared: int, overlap: bool) -> Any:
         grid_dims = (grid,) if isinstance(grid, int) else tuple(grid)
         block_dims = (block,) if isinstance(block, int) else tuple(block)
         if min(*grid_dims, *block_dims, shared + 1) < 1:
@@ -144,10 +149,15 @@ class Kernel:
         if shared > self._shared_limit:
             self._allow_shared(grid, block, shared)
         try:
-            config = self._make_config(grid=grid_dims, block=block_dims, shmem_size=shared)
+            config = self._make_config(
+                grid=grid_dims,
+                block=block_dims,
+                shmem_size=shared,
+                programmatic_stream_serialization=overlap and self._can_overlap,
+            )
         except Exception as error:
             raise self._launch_error(grid, block, shared, error) from error
-        self._configs[(grid, block, shared)] = config
+        self._configs[(grid, block, shared, overlap)] = config
         return config
 
     def _allow_shared(self, grid: Dim, block: Dim, shared: int) -> None:

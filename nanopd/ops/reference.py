@@ -127,6 +127,32 @@ class ReferenceOps:
             second.copy_(second * cos + first * sin)
             first.copy_(rotated_first)
 
+    def norm_rope_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        positions: Tensor,
+        cos_sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        if q_norm is not None and k_norm is not None:
+            q, k = self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)
+        self.rope(q, k, positions, cos_sin)
+        self.store_kv(k, v, k_cache, v_cache, slot_mapping)
+        return q
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def gated_linear(self, x: Tensor, gate_up: Tensor) -> Tensor:
+        return self.silu_mul(F.linear(x, gate_up))
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         checks.silu_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)

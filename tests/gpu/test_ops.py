@@ -182,6 +182,93 @@ def test_rope(ops: CudaOps, dtype: torch.dtype, hq: int, hkv: int, d: int, token
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("hq", "hkv", "d"), [(9, 3, 64), (32, 8, 128), (4, 1, 96), (5, 5, 256)])
+@pytest.mark.parametrize("tokens", [1, 13, 700])
+def test_norm_rope_store(ops: CudaOps, dtype: torch.dtype, norm: bool, hq: int, hkv: int, d: int, tokens: int) -> None:
+    _, q, k, v = fused_qkv(tokens, hq, hkv, d, dtype)
+    weights = [randn(d, dtype=dtype) if norm else None for _ in range(2)]
+    angles = torch.outer(torch.arange(5000.0), 10000 ** (-torch.arange(d // 2) * 2 / d))
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).cuda()
+    positions = torch.randint(5000, (tokens,), device="cuda")
+    num_blocks = tokens // 16 + 5
+    k_cache = torch.full((num_blocks, 16, hkv, d), NAN, dtype=dtype, device="cuda")
+    v_cache = k_cache.clone()
+    slots = torch.randperm(num_blocks * 16, device="cuda")[:tokens]
+    slots[torch.rand(tokens, device="cuda") < 0.2] = -1
+
+    exact_q, exact_k, exact_v = (x.double() for x in (q, k, v))
+    caches = [torch.full(k_cache.shape, NAN, dtype=torch.float64, device="cuda") for _ in range(2)]
+    wide = [None if w is None else w.double() for w in weights]
+    rotation = (positions, cos_sin.double())
+    exact_q = ReferenceOps().norm_rope_store(exact_q, exact_k, exact_v, *wide, 1e-6, *rotation, *caches, slots)
+
+    got = ops.norm_rope_store(q, k, v, *weights, 1e-6, positions, cos_sin, k_cache, v_cache, slots)
+    assert_rounded(got, exact_q)
+    written = ~caches[0].isnan()
+    assert torch.equal(~k_cache.isnan(), written)
+    assert torch.equal(~v_cache.isnan(), written)
+    if written.any():
+        assert_rounded(k_cache[written], caches[0][written])
+        assert torch.equal(v_cache[written].double(), caches[1][written])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "rows"), [(8, 1), (576, 7), (264, 1000), (4096, 6144), (12288, 4096), (4104, 33)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_of_one_token(ops: CudaOps, dtype: torch.dtype, width: int, rows: int, bias: bool) -> None:
+    x, weight = randn(1, width, dtype=dtype), randn(rows, width, dtype=dtype)
+    b = randn(rows, dtype=dtype) if bias else None
+    exact = x.double() @ weight.double().T + (0 if b is None else b.double())
+    assert_rounded(ops.linear(x, weight, b), exact, slack=1e-4)
+    many = randn(3, width, dtype=dtype)
+    assert torch.equal(ops.linear(many, weight, b), torch.nn.functional.linear(many, weight, b))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "half"), [(8, 1), (576, 1536), (4096, 12288), (264, 333)])
+def test_gated_linear_of_one_token(ops: CudaOps, dtype: torch.dtype, width: int, half: int) -> None:
+    x, weight = randn(1, width, dtype=dtype), randn(2 * half, width, dtype=dtype) * width**-0.5
+    exact = ReferenceOps().silu_mul(x.double() @ weight.double().T)
+    assert_rounded(ops.gated_linear(x, weight), exact, slack=1e-4)
+
+
+def test_overlapping_kernels_see_what_came_before(ops: CudaOps) -> None:
+    """A chain in which each kernel may start before its predecessor ends, replayed often; any early read would show."""
+    width = 1024
+    weight = randn(width, width, dtype=torch.bfloat16) * width**-0.5
+    gate_up = randn(2 * width, width, dtype=torch.bfloat16) * width**-0.5
+    ones = torch.ones(width, dtype=torch.bfloat16, device="cuda")
+    start = randn(1, width, dtype=torch.bfloat16)
+
+    def chain(x: Tensor) -> Tensor:
+        residual = x
+        for _ in range(20):
+            x, residual = ops.rms_norm(ops.linear(x, weight), ones, 1e-6, residual)
+            x = ops.gated_linear(x, gate_up)
+        return x
+
+    x = residual = start
+    for _ in range(20):
+        x = ops.linear(x, weight)
+        torch.cuda.synchronize()
+        x, residual = ops.rms_norm(x, ones, 1e-6, residual)
+        torch.cuda.synchronize()
+        x = ops.gated_linear(x, gate_up)
+        torch.cuda.synchronize()
+    expected = x
+    graph = torch.cuda.CUDAGraph()
+    source = start.clone()
+    chain(source)
+    with torch.cuda.graph(graph):
+        captured = chain(source)
+    for _ in range(50):
+        source.copy_(start)
+        graph.replay()
+        assert torch.equal(captured, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 8), (3, 1536), (77, 12288), (1, 24), (513, 4864)])
 def test_silu_mul(ops: CudaOps, dtype: torch.dtype, tokens: int, width: int) -> None:
     x = randn(tokens, 2 * width, dtype=dtype) * 4
