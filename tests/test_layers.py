@@ -38,7 +38,7 @@ TORCH = (
     "nanopd.engine.runner", "nanopd.engine.sampler", "nanopd.engine.inputs", "nanopd.engine.cuda_graphs",
     "nanopd.engine.llm",
     "nanopd.engine.beam",
-    "nanopd.engine.kv_budget", "nanopd.engine.benchmark",
+    "nanopd.engine.kv_budget", "nanopd.engine.benchmark", "nanopd.engine.benchmark_peer",
     "nanopd.costmodel.profiler",
     "nanopd.course.magic",
 )  # fmt: skip

@@ -3,6 +3,8 @@
 A decode step cannot be faster than reading every weight and the batch's whole KV once; a prefill step not faster than
 its multiplications. Both floors are computed from ceilings measured in the same run (``nanopd.ops.ceilings``).
 
+The peer is transformers with the same weights: its ``generate_batch`` on a GPU, its decode loop on the CPU.
+
 KV holds random numbers rather than computed ones: attention reads them all alike, and 64 prompts of 4,096 tokens would
 take a minute to compute. The requests are handed to the scheduler as if another worker had prefilled them.
 """
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 
+from nanopd.engine import benchmark_peer
 from nanopd.engine.engine import Engine
 from nanopd.engine.llm import LLM
 from nanopd.engine.plan import SchedulerConfig
@@ -59,12 +62,17 @@ def bench_engine(
     dtype: torch.dtype | str | None = None,
     *,
     sizes: Sizes | None = None,
+    peer: bool = True,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Measure decode steps, a prefill step, throughput and the host's share. About a minute on an H200.
+    """Measure decode steps, a prefill step, throughput, memory and the host's share, and ``peer``: transformers too.
 
-    Returns: ``{"ceilings", "decode": {"b1_kv512": {...}}, "prefill": {"t2048": {...}}, "throughput", "host"}``, plain
-    numbers for ``nanopd.ops.measure.write_result``. Times in ms. ``of_floor`` is the measured time over the floor.
+    About a minute and a half on an H200, a minute without the peer.
+
+    Returns: ``{"ceilings", "decode": {"b1_kv512": {...}}, "prefill": {"p2048": {...}}, "throughput", "memory",
+    "host"}``, plain numbers for ``nanopd.ops.measure.write_result``. Times in ms. ``of_floor`` is the measured time
+    over the floor (for throughput the floor over the measured time: the share of the possible rate).
+    ``of_transformers`` is how many times faster than the peer the engine is.
     """
     loaded = load_model(model, device=device, dtype=dtype)
     place = loaded.model.device
@@ -82,6 +90,9 @@ def bench_engine(
     )
     for layer in range(llm.kv_cache.num_layers):  # one at a time: a generator works in float32 internally
         llm.kv_cache.tensor[layer].normal_()
+    if place.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(place)
     results: dict[str, Any] = {
         "model": loaded.config.name,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
@@ -89,25 +100,54 @@ def bench_engine(
         "decode": {},
         "prefill": {},
     }
-    with llm, _bar(len(sizes.decode) + 3, progress) as done:
+    twin = benchmark_peer.hf_twin(loaded.model) if peer else None
+    with llm, _bar(len(sizes.decode) + 3 + peer, progress) as done:
         for batch_size, kv_len in sizes.decode:
             name = f"b{batch_size}_kv{kv_len}"
             results["decode"][name] = decode_steps(llm, batch_size, kv_len, sizes.steps, ceilings)
             done(name)
-        results["prefill"][f"t{sizes.prefill}"] = prefill_step(llm, sizes.prefill, ceilings)
+        results["prefill"][f"p{sizes.prefill}"] = prefill_step(llm, sizes.prefill, ceilings)
         done("prefill")
-        results["throughput"] = throughput(llm, *sizes.throughput)
+        results["throughput"] = throughput(llm, *sizes.throughput, ceilings)
         done("throughput")
+        if place.type == "cuda":
+            results["memory"] = memory_gb(llm)
         results["host"] = {f"b{n}": host_step_ms(n, 1024) for n in (1, 32, 256)}
         done("host")
+        if twin is not None:
+            compare(llm, twin, sizes, results)
+            done("transformers")
     return results
 
 
-def decode_steps(llm: LLM, batch_size: int, kv_len: int, steps: int, ceilings: Ceilings) -> dict[str, float]:
+def compare(llm: LLM, twin: Any, sizes: Sizes, results: dict[str, Any]) -> None:
+    """Add what transformers' ``twin`` of the model needs for the same: throughput on a GPU, decode steps on the CPU."""
+    if llm.kv_cache.device.type == "cuda":
+        requests, num_prompt, num_output = sizes.throughput
+        seconds = benchmark_peer.generate_batch_seconds(twin, _prompts(llm, requests, num_prompt), num_output)
+        ours = results["throughput"]
+        ours["transformers"] = {"seconds": seconds, "output_tokens_per_s": requests * num_output / seconds}
+        ours["of_transformers"] = seconds / ours["seconds"]
+        return
+    for batch_size, kv_len in sizes.decode:
+        case = results["decode"][f"b{batch_size}_kv{kv_len}"]
+        rounds: dict[str, list[float]] = {"ours": [], "dynamic": [], "static": []}
+        for _ in range(3):  # taking turns, since a laptop's speed drifts
+            rounds["ours"].append(decode_steps(llm, batch_size, kv_len, sizes.steps, None)["step_ms"])
+            for cache in ("dynamic", "static"):
+                rounds[cache].append(benchmark_peer.decode_ms(twin, batch_size, kv_len, sizes.steps, cache))  # type: ignore[arg-type]
+        medians = {name: statistics.median(times) for name, times in rounds.items()}
+        case["transformers_ms"] = {"dynamic": medians["dynamic"], "static": medians["static"]}
+        case["beside_transformers_ms"] = medians["ours"]
+        case["of_transformers"] = min(medians["dynamic"], medians["static"]) / medians["ours"]
+
+
+def decode_steps(llm: LLM, batch_size: int, kv_len: int, steps: int, ceilings: Ceilings | None) -> dict[str, float]:
     """Engine steps in which ``batch_size`` sequences with ``kv_len`` tokens of KV decode greedily.
 
     ``step_ms`` is the wall time of ``Engine.step``, of which the host spends ``schedule_ms``, ``launch_ms`` (inputs,
-    graph replay or kernel launches) and ``update_ms``; ``gpu_ms`` is the graph alone. Medians, except ``worst_ms``.
+    graph replay or kernel launches) and ``update_ms``; ``gpu_ms`` is the graph alone, and ``host_share`` the part of
+    the step that it does not cover. Medians, except ``worst_ms``. Without ``ceilings`` there is no floor.
     """
     requests = _prefilled(llm, batch_size, kv_len, max_tokens=2 * steps + 20)
     on_gpu = llm.kv_cache.device.type == "cuda"
@@ -132,18 +172,27 @@ def decode_steps(llm: LLM, batch_size: int, kv_len: int, steps: int, ceilings: C
     if graphs is not None and (size := graphs.size_for(batch_size)) is not None:
         result["gpu_ms"] = _gpu_ms(lambda: graphs.replay(size), 20)
         result["host_ms"] = result["step_ms"] - result["gpu_ms"]
+        result["host_share"] = result["host_ms"] / result["step_ms"]
     for request in requests:
         llm.scheduler.finish(request, FinishReason.ABORTED, llm.engine.clock())
+    result["tokens_per_s"] = batch_size / result["step_ms"] * 1e3
+    if ceilings is None:
+        return result
     weights, kv = step_bytes(llm.model, batch_size, kv_len)
     floor_ms = (weights + kv) / ceilings.copy_gb_s / 1e6
     result |= {"weight_gb": weights / 1e9, "kv_gb": kv / 1e9, "floor_ms": floor_ms}
-    return result | {"of_floor": result["step_ms"] / floor_ms, "tokens_per_s": batch_size / result["step_ms"] * 1e3}
+    return result | {"of_floor": result["step_ms"] / floor_ms}
 
 
 def prefill_step(llm: LLM, num_tokens: int, ceilings: Ceilings, repeats: int = 7) -> dict[str, float]:
-    """One engine step that computes a whole prompt and samples its first token. Median over new random prompts."""
+    """One engine step that computes a whole prompt and samples its first token. Median over new random prompts.
+
+    A GPU under load lowers its clock to keep to its power limit, so the rate of a short burst of matrix products
+    (``ceilings``) is out of reach for long work. ``sustained_matmul_tflop_s`` is the same product's rate measured in
+    turns with the prompts, for about as long each time.
+    """
     rng = random.Random(0)
-    walls = []
+    walls, rates = [], []
     for i in range(repeats + 1):
         prompt = [rng.randrange(llm.config.vocab_size) for _ in range(num_tokens)]
         llm.engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
@@ -151,8 +200,10 @@ def prefill_step(llm: LLM, num_tokens: int, ceilings: Ceilings, repeats: int = 7
         (output,) = llm.engine.step()
         if i > 0:  # the first one may compile
             walls.append((time.perf_counter() - begin) * 1e3)
+            rates.append(_matmul_tflop_s(llm, walls[-1]))
         assert output.finished
     step_ms = statistics.median(walls)
+    sustained = statistics.median(rates)
     linear, attention = prefill_flops(llm.config, num_tokens)
     floor_ms = (linear + attention) / ceilings.matmul_tflop_s / 1e9
     return {
@@ -162,18 +213,23 @@ def prefill_step(llm: LLM, num_tokens: int, ceilings: Ceilings, repeats: int = 7
         "floor_ms": floor_ms,
         "of_floor": step_ms / floor_ms,
         "linear_of_matmul": linear / step_ms / 1e9 / ceilings.matmul_tflop_s,
+        "sustained_matmul_tflop_s": sustained,
+        "linear_of_sustained_matmul": linear / step_ms / 1e9 / sustained,
         "tokens_per_s": num_tokens / step_ms * 1e3,
     }
 
 
-def throughput(llm: LLM, num_requests: int, num_prompt: int, num_output: int) -> dict[str, float]:
-    """All requests at once, greedy, to the end."""
-    rng = random.Random(1)
-    prompts = [[rng.randrange(llm.config.vocab_size) for _ in range(num_prompt)] for _ in range(num_requests)]
+def throughput(llm: LLM, num_requests: int, num_prompt: int, num_output: int, ceilings: Ceilings) -> dict[str, Any]:
+    """All requests at once, greedy, to the end. The floor: all prompts' operations, then full batches of decodes."""
+    prompts = _prompts(llm, num_requests, num_prompt)
     params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
     begin, steps = time.perf_counter(), llm.engine.num_steps
     llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - begin
+    flops = num_requests * sum(prefill_flops(llm.config, num_prompt))
+    weights, kv = step_bytes(llm.model, num_requests, num_prompt)
+    kv += num_requests * num_output // 2 * llm.config.kv_bytes_per_token(llm.model.dtype.itemsize)
+    floor = flops / ceilings.matmul_tflop_s / 1e12 + (num_output - 1) * (weights + kv) / ceilings.copy_gb_s / 1e9
     return {
         "requests": num_requests,
         "prompt_tokens": num_prompt,
@@ -181,6 +237,23 @@ def throughput(llm: LLM, num_requests: int, num_prompt: int, num_output: int) ->
         "seconds": seconds,
         "steps": llm.engine.num_steps - steps,
         "output_tokens_per_s": num_requests * num_output / seconds,
+        "floor_seconds": floor,
+        "of_floor": floor / seconds,
+    }
+
+
+def memory_gb(llm: LLM) -> dict[str, float]:
+    """GPU memory, in 1e9 bytes. ``engine``: what torch had reserved at most beyond weights and KV pool, by now."""
+    device = llm.kv_cache.device
+    weights = llm.config.weight_bytes(llm.model.dtype.itemsize) / 1e9
+    pool = llm.kv_cache.tensor.nbytes / 1e9
+    reserved = torch.cuda.max_memory_reserved(device) / 1e9
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "weights": weights,
+        "kv_pool": pool,
+        "engine": reserved - weights - pool,
+        "device_in_use": (total - free) / 1e9,  # with CUDA's context and modules, and whoever else uses the GPU
     }
 
 
@@ -258,6 +331,11 @@ def prefill_flops(config: ModelConfig, num_tokens: int) -> tuple[int, int]:
 # --- inside ------------------------------------------------------------------------------------------------------
 
 
+def _prompts(llm: LLM, num_requests: int, num_prompt: int) -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(llm.config.vocab_size) for _ in range(num_prompt)] for _ in range(num_requests)]
+
+
 def _prefilled(llm: LLM, batch_size: int, kv_len: int, max_tokens: int) -> list[Request]:
     """Running requests whose prompts nobody computed: their KV is whatever the pool holds."""
     rng = random.Random(kv_len)
@@ -307,6 +385,23 @@ def _gpu_ms(run: Callable[[], None], repeats: int) -> float:
         stop.synchronize()
         times.append(start.elapsed_time(stop))
     return statistics.median(times)
+
+
+def _matmul_tflop_s(llm: LLM, duration_ms: float) -> float:
+    """Rate of a large square matrix product, as in ``measure_ceilings``, kept up for about ``duration_ms``."""
+    device = llm.kv_cache.device
+    if device.type != "cuda":
+        return measure_ceilings(device, llm.model.dtype).matmul_tflop_s
+    size = 8192
+    a, b = (torch.randn(size, size, device=device, dtype=llm.model.dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    rounds = max(1, round(duration_ms / 1.5))
+
+    def run() -> None:
+        for _ in range(rounds):
+            torch.matmul(a, b, out=out)
+
+    return rounds * 2 * size**3 / _gpu_ms(run, 1) / 1e9
 
 
 def _longest(sizes: Sizes) -> int:

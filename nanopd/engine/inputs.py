@@ -20,6 +20,7 @@ from nanopd.kv.block_table import BlockTable
 from nanopd.model.batch import ForwardBatch
 
 _ALIGN = 16  # bytes: kernels may load any of the arrays in 16-byte pieces
+_KEPT_LAYOUTS = 1024
 _INT64 = ("token_ids", "positions", "slot_mapping", "logits_rows")
 
 
@@ -141,6 +142,7 @@ class InputPacker:
         self._host = self._pinned.numpy()
         # On the CPU the model reads the host buffer itself.
         self.device_buffer = self._pinned if device.type == "cpu" else torch.zeros_like(self._pinned, device=device)
+        self._decode_layouts: dict[tuple[int, int], tuple[Layout, dict[str, np.ndarray]]] = {}
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def pack(self, plan: StepPlan) -> ForwardBatch:
@@ -182,9 +184,8 @@ class InputPacker:
         ends = starts + lengths
         width = -(-int(ends.max(initial=1)) // self.block_size)
 
-        layout = Layout(num_tokens + padding, padded_seqs, len(logits_seqs), width)
+        layout, arrays = self._arrays(num_tokens + padding, padded_seqs, len(logits_seqs), width)
         self._wait_for_last_copy()
-        arrays = {name: layout.array(self._host, name) for name in layout.shapes}
         cu_seqlens = arrays["cu_seqlens_q"]
         cu_seqlens[0] = 0
         np.cumsum(lengths, out=cu_seqlens[1 : num_seqs + 1])
@@ -207,6 +208,21 @@ class InputPacker:
         arrays["block_tables"][num_seqs:] = 0
         self._send(layout)
         return layout
+
+    def _arrays(
+        self, num_tokens: int, num_seqs: int, num_rows: int, width: int
+    ) -> tuple[Layout, dict[str, np.ndarray]]:
+        """The layout and its views of the host buffer. Kept for decodes: the same few come again and again."""
+        key = (num_seqs, width) if num_tokens == num_seqs == num_rows else None
+        if key is not None and (kept := self._decode_layouts.get(key)) is not None:
+            return kept
+        layout = Layout(num_tokens, num_seqs, num_rows, width)
+        made = layout, {name: layout.array(self._host, name) for name in layout.shapes}
+        if key is not None:
+            if len(self._decode_layouts) >= _KEPT_LAYOUTS:
+                self._decode_layouts.clear()
+            self._decode_layouts[key] = made
+        return made
 
     def _fill_tokens(self, token_ids: np.ndarray, plan: StepPlan, cu_seqlens: np.ndarray) -> None:
         decodes = plan.chunks[: plan.num_decodes]
