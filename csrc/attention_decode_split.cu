@@ -10,8 +10,8 @@
 // * In flight: 4.8 TB/s with 800 ns latency over 132 SMs needs 29 KB under way in each SM at all times. cp.async brings
 //   tiles into a ring of STAGES slots per warp: STAGES - 1 tiles are under way while one is used. Warps do not share
 //   tiles, so the loop has no barrier at all.
+#include "attention_merge.cuh"
 #include "attention_mma.cuh"
-#include "attention_plan.cuh"
 
 constexpr int WARPS = HEAD_DIM <= 128 ? 4 : 2;
 constexpr int STAGES = 3;
@@ -39,6 +39,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) attention_decode_spli
     scalar* __restrict__ out,               // [B, Hq, D]
     float* __restrict__ partial_out,        // [2 * gridDim.x, 16, D] pieces of segments that were cut
     float* __restrict__ partial_lse,        // [2 * gridDim.x, 16] base-2 logarithm of each piece's sum of exponentials
+    u32* __restrict__ arrivals,             // [gridDim.x] zeros, and zeros again afterwards
     const scalar* __restrict__ q,           // [B, Hq, D], rows q_stride elements apart
     const scalar* __restrict__ k_cache,     // [num_blocks, BLOCK_SIZE, Hkv, D]
     const scalar* __restrict__ v_cache,     // same
@@ -51,19 +52,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) attention_decode_spli
   unsigned char* ring_memory = shared + warp * RING_BYTES;
   const u32 ring = shared_address(ring_memory);
 
-  // Nobody has a part of an empty sequence: its output is zero.
-  for (int seq = blockIdx.x; seq < num_seqs; seq += gridDim.x) {
-    if (__ldg(context_lens + seq) > 0) continue;
-    for (int i = threadIdx.x; i < num_heads * ROW_CHUNKS; i += WARPS * WARP)
-      store16(out + ((i64)seq * num_heads * ROW_CHUNKS + i) * 8, make_uint4(0, 0, 0, 0));
-  }
-
   const HeadGroups groups(num_heads, num_kv_heads);
   const Plan plan = make_plan(context_lens, num_seqs, groups.per_seq, gridDim.x);
-  if ((int)blockIdx.x >= plan.parts) return;
-  const i64 begin = plan.first_unit(blockIdx.x);
-  int units_left = (int)(plan.first_unit(blockIdx.x + 1) - begin);
-  Place place = find_place(begin, context_lens, num_seqs, groups.per_seq);
+  i64 line = 0;  // where on the line of all units this block stands
+  int units_left = 0;
+  Place place = {};
+  if ((int)blockIdx.x < plan.parts) {
+    line = plan.first_unit(blockIdx.x);
+    units_left = (int)(plan.first_unit(blockIdx.x + 1) - line);
+    place = find_place(line, context_lens, num_seqs, groups.per_seq);
+  }
 
   for (int piece = 2 * blockIdx.x; units_left > 0; piece = 2 * blockIdx.x + 1) {
     const int context_len = __ldg(context_lens + place.seq), segment_units = num_units(context_len);
@@ -93,13 +91,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) attention_decode_spli
       const int token = unit * UNIT + lane % UNIT;
       return unit < last && token < context_len ? cache_row(block_table, token) : -1;
     };
-    int unit = first + warp, row = row_of(unit), slot = 0;
+    int unit = first + warp, slot = 0, rows[STAGES];
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s) rows[s] = row_of(unit + s * WARPS);
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {
-      fetch_tile(ring + s * 2 * TILE_BYTES, k_cache, v_cache, row, num_kv_heads, kv_head, lane);
+      fetch_tile(ring + s * 2 * TILE_BYTES, k_cache, v_cache, rows[s], num_kv_heads, kv_head, lane);
       copy_commit();
-      row = row_of(unit + (s + 1) * WARPS);
     }
+    int row = rows[STAGES - 1];
     for (; unit < last; unit += WARPS) {
       copy_wait<STAGES - 2>();
       __syncwarp();  // every lane's part of the tile has arrived, and every lane is done with the slot refilled next
@@ -112,25 +112,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) attention_decode_spli
       const u32 k_tile = ring + slot * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
       slot = slot == STAGES - 1 ? 0 : slot + 1;
 
-      float scores[2][4] = {};  // Q K^T: 16 heads x 2 * 8 tokens
+      float scores[UNIT / 8][4] = {};  // Q K^T: 16 heads x 8 tokens each
 #pragma unroll
       for (int k = 0; k < HEAD_DIM / 16; ++k) {
-        u32 b[4];
-        load_matrices(b, k_tile + tile_offset(lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
-        mma_16x8x16<scalar>(scores[0], q_frag[k], b[0], b[1]);
-        mma_16x8x16<scalar>(scores[1], q_frag[k], b[2], b[3]);
+#pragma unroll
+        for (int n = 0; n < UNIT / 8; n += 2) {
+          u32 b[4];
+          load_matrices(b, k_tile + tile_offset(n * 8 + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+          mma_16x8x16<scalar>(scores[n], q_frag[k], b[0], b[1]);
+          mma_16x8x16<scalar>(scores[n + 1], q_frag[k], b[2], b[3]);
+        }
       }
 
-      u32 p_frag[4];  // the probabilities, as the A operand of P V
+      u32 p_frag[UNIT / 16][4] = {};  // the probabilities, as the A operand of P V
 #pragma unroll
       for (int r = 0; r < 2; ++r) {  // row g, then row g + 8
-        float s[4] = {scores[0][2 * r], scores[0][2 * r + 1], scores[1][2 * r], scores[1][2 * r + 1]};
+        if (r == 1 && heads <= 8) break;  // the lower half of the tile is padding
         float new_largest = largest[r];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int token = unit * UNIT + i / 2 * 8 + 2 * t + i % 2;
-          s[i] = token < context_len ? s[i] * (scale * LOG2_E) : NEG_INF;
-          new_largest = fmaxf(new_largest, s[i]);
+        for (int i = 0; i < UNIT / 4; ++i) {
+          float& s = scores[i / 2][2 * r + i % 2];
+          s = unit * UNIT + i / 2 * 8 + 2 * t + i % 2 < context_len ? s * (scale * LOG2_E) : NEG_INF;
+          new_largest = fmaxf(new_largest, s);
         }
         // The 4 lanes of a row agree. A unit's first token is inside the context, so the maximum is finite.
         new_largest = warp_max<4>(new_largest);
@@ -138,12 +141,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) attention_decode_spli
         largest[r] = new_largest;
         total[r] *= keep;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          s[i] = exp2_fast(s[i] - new_largest);
-          total[r] += s[i];  // this lane's tokens only; lanes are added at the end
+        for (int n = 0; n < UNIT / 8; ++n) {
+          const float p0 = exp2_fast(scores[n][2 * r] - new_largest), p1 = exp2_fast(scores[n][2 * r + 1] - new_largest);
+          total[r] += p0 + p1;  // this lane's tokens only; lanes are added at the end
+          p_frag[n / 2][n % 2 * 2 + r] = pack2<scalar>(p0, p1);
         }
-        p_frag[r] = pack2<scalar>(s[0], s[1]);
-        p_frag[2 + r] = pack2<scalar>(s[2], s[3]);
 #pragma unroll
         for (int n = 0; n < HEAD_DIM / 8; ++n) {
           acc[n][2 * r] *= keep;
@@ -152,11 +154,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) attention_decode_spli
       }
 
 #pragma unroll
-      for (int n = 0; n < HEAD_DIM / 16; ++n) {
-        u32 b[4];
-        load_matrices_transposed(b, v_tile + tile_offset(lane % 16, 2 * n + lane / 16));
-        mma_16x8x16<scalar>(acc[2 * n], p_frag, b[0], b[1]);
-        mma_16x8x16<scalar>(acc[2 * n + 1], p_frag, b[2], b[3]);
+      for (int k = 0; k < UNIT / 16; ++k) {
+#pragma unroll
+        for (int n = 0; n < HEAD_DIM / 16; ++n) {
+          u32 b[4];
+          load_matrices_transposed(b, v_tile + tile_offset(k * 16 + lane % 16, 2 * n + lane / 16));
+          mma_16x8x16<scalar>(acc[2 * n], p_frag[k], b[0], b[1]);
+          mma_16x8x16<scalar>(acc[2 * n + 1], p_frag[k], b[2], b[3]);
+        }
       }
     }
 
@@ -196,9 +201,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) attention_decode_spli
         if (d == 0) partial_lse[piece * MAX_GROUP + head] = merged_largest + __log2f(merged_total);
       }
     }
-    __syncthreads();  // the rings are about to be refilled
+    if (whole) {
+      __syncthreads();  // the rings are about to be refilled
+    } else {
+      const Pieces pieces(plan, line - first, segment_units);
+      if (arrives_last(arrivals + pieces.first_part, pieces.count))
+        merge_pieces(out + ((i64)place.seq * num_heads + first_head) * HEAD_DIM, partial_out, partial_lse, pieces, heads,
+                     warp, WARPS);
+    }
 
     units_left -= last - first;
+    line += last - first;
     place = place.segment + 1 < groups.per_seq ? Place{place.seq, place.segment + 1, 0} : Place{place.seq + 1, 0, 0};
+  }
+
+  // Nobody has a part of an empty sequence: its output is zero.
+  for (int seq = blockIdx.x; seq < num_seqs; seq += gridDim.x) {
+    if (__ldg(context_lens + seq) > 0) continue;
+    for (int i = threadIdx.x; i < num_heads * ROW_CHUNKS; i += WARPS * WARP)
+      store16(out + ((i64)seq * num_heads * ROW_CHUNKS + i) * 8, make_uint4(0, 0, 0, 0));
   }
 }

@@ -72,3 +72,14 @@ __device__ __forceinline__ u32 tile_offset(int row, int chunk) {
   const int swizzle = HEAD_DIM % 64 == 0 ? row % 8 : (row / 2) % 4;
   return row * ROW_BYTES + ((chunk ^ swizzle) * 16);
 }
+
+// Where a lane reads a chunk (0 or 1) of a row, and the chunks 2 * `right` further right in rows a multiple of 16 further
+// down. Permuted chunk numbers are reached by XOR: an instruction a step, where addresses would take a register each.
+struct TileReader {
+  u32 row_start, chunk_bytes;
+  __device__ __forceinline__ TileReader(int row, int chunk)
+      : row_start(row * ROW_BYTES), chunk_bytes(tile_offset(row, chunk) - row * ROW_BYTES) {}
+  __device__ __forceinline__ u32 at(u32 tile, int rows, int right) const {
+    return tile + rows * ROW_BYTES + row_start + (chunk_bytes ^ (right * 32));
+  }
+};

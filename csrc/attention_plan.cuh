@@ -8,11 +8,12 @@
 //
 // Every part reads the same number of bytes however ragged the batch is, and the grid depends on the GPU alone, so that
 // a captured CUDA graph stays right when context lengths change. A part may meet several segments, a segment several
-// parts; the pieces of a segment are merged by a second kernel.
+// parts; the pieces of a segment are merged by the block that finishes last (attention_merge.cuh). In an earlier version
+// they were merged by a second kernel.
 #pragma once
 #include "common.cuh"
 
-constexpr int UNIT = 16;       // tokens: one tile of a warp
+constexpr int UNIT = HEAD_DIM <= 64 ? 32 : 16;  // tokens: one tile of a warp
 constexpr int MIN_UNITS = 4;   // smallest part worth a block: below it fetching costs less than merging
 constexpr int MAX_GROUP = 16;  // query heads handled together: rows of the tensor core's tile
 

@@ -49,6 +49,8 @@ def jobs() -> list[Job]:
         add(file, defines, ARCHS)
     for file, _, defines in attention.variants((torch.bfloat16,), (64, 128), block_sizes=(8, 32)):
         add(file, defines, ("sm_90",))
+    for file, _, defines in attention.wgmma_variants():
+        add(file, defines, (attention.WGMMA_ARCH,))
     return list(found)
 
 
@@ -100,4 +102,7 @@ def test_every_function_exists(compiled: list[tuple[Job, str, str | None]]) -> N
     logs = {job: log for job, log, _ in compiled}
     for file, function, defines in [*cuda.variants(), *attention.variants()]:
         log = logs[(file, define_options(defines), "sm_90")]
+        assert f"entry function '{function}'" in log, (file, function, Path(file))
+    for file, function, defines in attention.wgmma_variants():
+        log = logs[(file, define_options(defines), attention.WGMMA_ARCH)]
         assert f"entry function '{function}'" in log, (file, function, Path(file))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,21 +20,38 @@ from nanopd.ops.compiler import Kernel, KernelLibrary
 
 SCALAR_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 96, 128, 256)
+WGMMA_ARCH = "sm_90a"  # Hopper; its instructions exist in no other architecture
+WGMMA_HEAD_DIMS = (64, 128)
 
 DecodeKernel = Literal["naive", "warp", "split"]
-PrefillKernel = Literal["naive", "tiled"]
+PrefillKernel = Literal["naive", "tiled", "wgmma"]
 
 # These repeat constants of csrc; tests/gpu/test_attention.py fails if they drift apart.
 _MAX_GROUP = 16  # attention_plan.cuh: query heads handled together
-_UNIT = 16  # attention_plan.cuh: tokens in a unit of work
 _MIN_UNITS = 4  # attention_plan.cuh: units in the smallest part
 _SPLIT_STAGES = 3  # attention_decode_split.cu
 _WARP_KERNEL_THREADS = 256  # attention_decode_warp.cu
-_TILED_THREADS = 128  # attention_prefill_tiled.cu
+_WGMMA_THREADS = 256  # attention_prefill_wgmma.cu
+_WGMMA_TILE = 128  # attention_prefill_wgmma.cu: queries per block, and keys per tile
 
 _MAX_GRID_YZ = 65535  # the hardware's limit for the second and third grid dimension
 _REGISTERS_PER_SM = 65536  # on every architecture from sm_80 on
 _RESERVED_SHARED_BYTES = 1024  # what the driver takes per resident block
+_MAX_BLOCKS_PER_SM = 32  # the hardware's limit
+_READY_COUNTERS = 8  # streams that can capture a graph as the first thing they do
+
+
+class Tiling(NamedTuple):
+    """Macros of attention_prefill_tiled.cu."""
+
+    ROW_TILES: int  # 16 queries each, per warp
+    WARPS: int
+    LOAD_K: int  # keys brought into shared memory at a time
+
+    @property
+    def queries(self) -> int:
+        """Queries per block."""
+        return self.WARPS * self.ROW_TILES * 16
 
 
 class KernelVariant(NamedTuple):
@@ -51,17 +68,26 @@ def variants(
     block_sizes: Iterable[int] = (16,),
 ) -> list[KernelVariant]:
     """Every kernel that ``PagedAttention`` can ask for with these dtypes, head dims and block sizes."""
-    names = ("decode_naive", "decode_warp", "decode_split", "decode_merge", "prefill_naive")
+    names = ("decode_naive", "decode_warp", "decode_split", "prefill_naive")
     result = []
     for dtype in dtypes:
         for head_dim in head_dims:
             for block_size in block_sizes:
                 defines = _defines(dtype, head_dim, block_size)
                 result += [KernelVariant(f"attention_{name}.cu", f"attention_{name}", defines) for name in names]
-                for row_tiles in (1, 2) if head_dim <= 128 else (1,):
-                    tiled = defines | {"ROW_TILES": row_tiles}
+                for tiling in tilings(head_dim):
+                    tiled = defines | tiling._asdict()
                     result.append(KernelVariant("attention_prefill_tiled.cu", "attention_prefill_tiled", tiled))
     return result
+
+
+def wgmma_variants(
+    dtypes: Iterable[torch.dtype] = tuple(SCALAR_NAMES), block_sizes: Iterable[int] = (16,)
+) -> list[KernelVariant]:
+    """As ``variants``: the kernels that are compiled for ``WGMMA_ARCH`` only."""
+    name = "attention_prefill_wgmma"
+    formats = [(dtype, dim, size) for dtype in dtypes for dim in WGMMA_HEAD_DIMS for size in block_sizes]
+    return [KernelVariant(f"{name}.cu", name, _defines(*one)) for one in formats]
 
 
 class PagedAttention:
@@ -78,9 +104,15 @@ class PagedAttention:
         self._library = library
         self._device = library.device
         self._kernels: dict[tuple[object, ...], Kernel] = {}  # by fewer fields than the library's, so faster to find
-        properties = torch.cuda.get_device_properties(library.device)
+        properties: Any = torch.cuda.get_device_properties(library.device)
         self.num_sms = num_sms or properties.multi_processor_count
         self._shared_bytes_per_sm = properties.shared_memory_per_multiprocessor
+        self._shared_bytes_per_block = properties.shared_memory_per_block_optin
+        # Zeroed here, outside of any capture: inside one, clearing them would become part of every replay.
+        size = (_READY_COUNTERS, self.num_sms * _MAX_BLOCKS_PER_SM)
+        self._ready_counters = list(torch.zeros(size, dtype=torch.int32, device=library.device))
+        torch.cuda.current_stream(library.device).synchronize()  # other streams will use them
+        self._counters: dict[int, Tensor] = {}  # by stream
 
     def decode(
         self,
@@ -137,7 +169,7 @@ class PagedAttention:
         scale: float,
         out: Tensor | None = None,
         *,
-        kernel: PrefillKernel = "tiled",
+        kernel: PrefillKernel | None = None,
     ) -> Tensor:
         """Chunks of queries, causal over cached prefix and chunk; see ``Ops.paged_prefill_attention``.
 
@@ -150,6 +182,7 @@ class PagedAttention:
             max_seqlen_q: the longest chunk, or more. Queries beyond it in a longer one would not be computed.
             scale: > 0.
             out: [T, Hq, D], written if given. Rows at and after ``cu_seqlens_q[-1]`` are left as they are.
+            kernel: the fastest that this GPU has, unless named.
 
         Raises:
             UnsupportedShapeError: nothing was launched.
@@ -169,16 +202,30 @@ class PagedAttention:
             sizes = (q.stride(0), max_blocks, num_seqs, k_cache.shape[2])
             launch((num_tokens, num_heads), head_dim, *tensors, scale, *sizes)
             return out
-        row_tiles = self._row_tiles(head_dim, num_heads * num_seqs, max_seqlen_q)
-        tile_q, shared = tiled_shape(head_dim, row_tiles)
-        launch = self._kernel("prefill_tiled", q.dtype, k_cache, row_tiles)
+        tiling = self._tiling(head_dim, num_heads * num_seqs, max_seqlen_q)
+        if kernel is None:  # measured: wgmma wins by a quarter unless there is work for tiles of 256 queries
+            suits = tiling.queries < 2 * _WGMMA_TILE and max_seqlen_q > _WGMMA_TILE // 2
+            kernel = "wgmma" if self.has_wgmma(head_dim) and suits else "tiled"
+        if kernel == "wgmma":
+            if not self.has_wgmma(head_dim):
+                limits = f"{WGMMA_ARCH} and head dimensions {WGMMA_HEAD_DIMS}"
+                raise UnsupportedShapeError(f"wgmma: {limits}; this is {self._library.arch} and {head_dim}")
+            threads, tile_q, shared = _WGMMA_THREADS, _WGMMA_TILE, 5 * _WGMMA_TILE * head_dim * 2 + 1024
+            launch = self._kernel("prefill_wgmma", q.dtype, k_cache, arch=WGMMA_ARCH)
+        else:
+            threads, (tile_q, shared) = tiling.WARPS * 32, tiled_shape(head_dim, *tiling)
+            launch = self._kernel("prefill_tiled", q.dtype, k_cache, tiling)
         grid = (num_heads, num_seqs, min(_ceil_div(max_seqlen_q, tile_q), _ceil_div(num_tokens, tile_q)))
         if grid[2] > _MAX_GRID_YZ:
             raise UnsupportedShapeError(
                 f"a chunk of {max_seqlen_q} tokens; at most {_MAX_GRID_YZ * tile_q} are possible"
             )
-        launch(grid, _TILED_THREADS, *tensors, scale, q.stride(0), max_blocks, k_cache.shape[2], shared=shared)
+        launch(grid, threads, *tensors, scale, q.stride(0), max_blocks, k_cache.shape[2], shared=shared)
         return out
+
+    def has_wgmma(self, head_dim: int) -> bool:
+        """Whether ``kernel="wgmma"`` can be asked for."""
+        return f"{self._library.arch}a" == WGMMA_ARCH and head_dim in WGMMA_HEAD_DIMS
 
     def _decode_split(
         self,
@@ -194,9 +241,10 @@ class PagedAttention:
         num_kv_heads, max_blocks = k_cache.shape[2], block_tables.shape[1]
         split = self._kernel("decode_split", q.dtype, k_cache)
         warps, shared = split_shape(head_dim)
+        unit = unit_tokens(head_dim)
         ratio = num_heads // num_kv_heads
         most_work = (
-            num_seqs * num_kv_heads * _ceil_div(ratio, _MAX_GROUP) * _ceil_div(max_blocks * k_cache.shape[1], _UNIT)
+            num_seqs * num_kv_heads * _ceil_div(ratio, _MAX_GROUP) * _ceil_div(max_blocks * k_cache.shape[1], unit)
         )
         room = self.num_sms * self._blocks_per_sm(split, warps * 32, shared)
         parts = max(1, min(room, _ceil_div(most_work, _MIN_UNITS)))
@@ -206,23 +254,44 @@ class PagedAttention:
         pieces = 2 * parts * _MAX_GROUP
         workspace = torch.empty(pieces * (head_dim + 1), dtype=torch.float32, device=self._device)
         partial_lse = workspace.data_ptr() + pieces * head_dim * 4
-        tensors = (out, workspace, partial_lse, q, k_cache, v_cache, block_tables, context_lens)
+        tensors = (
+            out,
+            workspace,
+            partial_lse,
+            self._arrival_counters(),
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            context_lens,
+        )
         sizes = (q.stride(0), max_blocks, num_seqs, num_heads, num_kv_heads)
         split(parts, warps * 32, *tensors, scale, *sizes, shared=shared)
-        if parts > 1:
-            merge = self._kernel("decode_merge", q.dtype, k_cache)
-            threads = head_dim // 4 * (8 if head_dim == 96 else 1024 // head_dim)
-            grid = (parts, min(ratio, _MAX_GROUP))
-            merge(grid, threads, out, workspace, partial_lse, context_lens, num_seqs, num_heads, num_kv_heads)
 
-    def _kernel(self, name: str, dtype: torch.dtype, k_cache: Tensor, row_tiles: int | None = None) -> Kernel:
-        key = (name, dtype, k_cache.shape[3], k_cache.shape[1], row_tiles)
+    def _arrival_counters(self) -> Tensor:
+        """Zeros that every launch leaves as zeros. Launches that may overlap, those of two streams, need their own."""
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        counters = self._counters.get(stream)
+        if counters is None:
+            if self._ready_counters:
+                counters = self._ready_counters.pop()
+            else:
+                counters = torch.zeros(self.num_sms * _MAX_BLOCKS_PER_SM, dtype=torch.int32, device=self._device)
+                if torch.cuda.is_current_stream_capturing():
+                    return counters  # cleared by, and living with, the graph that is being captured
+            self._counters[stream] = counters
+        return counters
+
+    def _kernel(
+        self, name: str, dtype: torch.dtype, k_cache: Tensor, tiling: Tiling | None = None, arch: str | None = None
+    ) -> Kernel:
+        key = (name, dtype, k_cache.shape[3], k_cache.shape[1], tiling)
         kernel = self._kernels.get(key)
         if kernel is None:
             defines = _defines(dtype, k_cache.shape[3], k_cache.shape[1])
-            if row_tiles is not None:
-                defines["ROW_TILES"] = row_tiles
-            kernel = self._library.get(f"attention_{name}.cu", f"attention_{name}", defines)
+            if tiling is not None:
+                defines |= tiling._asdict()
+            kernel = self._library.get(f"attention_{name}.cu", f"attention_{name}", defines, arch=arch)
             self._kernels[key] = kernel
         return kernel
 
@@ -232,11 +301,14 @@ class PagedAttention:
         by_registers = _REGISTERS_PER_SM // (threads * _ceil_div(kernel.num_registers, 8) * 8)
         return max(1, min(by_shared, by_registers))
 
-    def _row_tiles(self, head_dim: int, blocks_per_tile: int, max_seqlen_q: int) -> int:
-        """2 where registers allow it and the larger tiles still fill the GPU twice, else 1."""
-        if head_dim > 128 or max_seqlen_q <= 64:
-            return 1
-        return 2 if blocks_per_tile * _ceil_div(max_seqlen_q, 128) >= 2 * self.num_sms else 1
+    def _tiling(self, head_dim: int, blocks_per_tile: int, max_seqlen_q: int) -> Tiling:
+        """The largest tiles that a block's shared memory has room for and that still fill the GPU."""
+        for tiling in reversed(tilings(head_dim)[1:]):
+            blocks = blocks_per_tile * _ceil_div(max_seqlen_q, tiling.queries)
+            fits = tiled_shape(head_dim, *tiling)[1] + _RESERVED_SHARED_BYTES <= self._shared_bytes_per_block
+            if fits and max_seqlen_q > 64 and blocks >= (1.5 if tiling.WARPS == 8 else 2) * self.num_sms:
+                return tiling
+        return tilings(head_dim)[0]
 
     def _output(self, q: Tensor, out: Tensor | None) -> Tensor:
         if out is None:
@@ -265,14 +337,26 @@ class PagedAttention:
 def split_shape(head_dim: int) -> tuple[int, int]:
     """Warps per block and bytes of dynamic shared memory of attention_decode_split.cu."""
     warps = 4 if head_dim <= 128 else 2
-    return warps, warps * _SPLIT_STAGES * 2 * _UNIT * head_dim * 2
+    return warps, warps * _SPLIT_STAGES * 2 * unit_tokens(head_dim) * head_dim * 2
 
 
-def tiled_shape(head_dim: int, row_tiles: int) -> tuple[int, int]:
-    """Queries per block and bytes of dynamic shared memory of attention_prefill_tiled.cu."""
-    tile_q = 4 * row_tiles * 16
-    tile_k = 64 if head_dim <= 128 else 32
-    return tile_q, (tile_q + 2 * 2 * tile_k) * head_dim * 2
+def unit_tokens(head_dim: int) -> int:
+    """Tokens in a unit of work of attention_plan.cuh."""
+    return 32 if head_dim <= 64 else 16
+
+
+def tilings(head_dim: int) -> list[Tiling]:
+    """Those of attention_prefill_tiled.cu, smallest first. The first two fit the 99 KB that a block has on sm_86."""
+    if head_dim > 128:
+        return [Tiling(1, 4, 32)]
+    return [Tiling(1, 4, 64), Tiling(2, 4, 64), Tiling(2, 8, 64), Tiling(2, 8, 128)]
+
+
+def tiled_shape(head_dim: int, row_tiles: int, warps: int = 4, load_k: int | None = None) -> tuple[int, int]:
+    """Queries per block and bytes of dynamic shared memory of attention_prefill_tiled.cu, given its macros."""
+    queries = warps * row_tiles * 16
+    load_k = load_k or (64 if head_dim <= 128 else 32)
+    return queries, (queries + 2 * 2 * load_k) * head_dim * 2
 
 
 def _defines(dtype: torch.dtype, head_dim: int, block_size: int) -> dict[str, object]:

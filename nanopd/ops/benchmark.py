@@ -150,7 +150,9 @@ class KernelBenchmark:
         row: Row = {"chunk": chunk, "context": context, "operations": operations, "input_sets": sets}
         variants: dict[str, Callable[..., Tensor]] = {"reference": self.ops.paged_prefill_attention}
         if isinstance(self.ops, CudaOps):
-            kernels: tuple[PrefillKernel, ...] = ("tiled", "naive") if naive else ("tiled",)
+            kernels: list[PrefillKernel] = ["tiled", "naive"] if naive else ["tiled"]
+            if self.ops.attention.has_wgmma(heads.dim):
+                kernels.insert(0, "wgmma")
             variants = {kernel: partial(self.ops.attention.prefill, kernel=kernel) for kernel in kernels}
         dense = [self._dense(heads, 1, chunk, context) for _ in range(sets)]
         causal = partial(_sdpa, causal=True)

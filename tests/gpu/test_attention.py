@@ -21,7 +21,7 @@ from nanopd.ops.attention import PagedAttention
 from nanopd.ops.compiler import KernelLibrary, csrc_dir
 
 DECODE_KERNELS = ("naive", "warp", "split")
-PREFILL_KERNELS = ("naive", "tiled")
+PREFILL_KERNELS = ("naive", "tiled", "wgmma")
 BF16, FP16 = torch.bfloat16, torch.float16
 
 # (dtype, head dim, block size): every head dim in both types, every block size with several head dims.
@@ -170,6 +170,8 @@ def run_decode(kernels: PagedAttention, problem: Problem, kernel: str) -> Tensor
 
 
 def run_prefill(kernels: PagedAttention, problem: Problem, kernel: str) -> Tensor:
+    if kernel == "wgmma" and not kernels.has_wgmma(problem.q.shape[2]):
+        pytest.skip("needs a Hopper GPU, and head dim 64 or 128")
     out = torch.full(problem.q.shape, torch.nan, dtype=problem.q.dtype, device=problem.q.device)
     result = kernels.prefill(*problem.prefill_arguments, out=out, kernel=kernel)
     assert result is out
@@ -338,37 +340,41 @@ def test_prefill_head_ratios(kernels: PagedAttention, heads: tuple[int, int]) ->
         assert_close(run_prefill(kernels, problem, kernel), problem)
 
 
-def test_prefill_random_chunks(kernels: PagedAttention) -> None:
+@pytest.mark.parametrize("kernel", PREFILL_KERNELS[1:])
+def test_prefill_random_chunks(kernels: PagedAttention, kernel: str) -> None:
     rng = random.Random(0)
     for seed in range(12):
         q_lens = [rng.choice([1, 2, 63, 64, 65, rng.randint(1, 400)]) for _ in range(rng.randint(1, 7))]
         contexts = [n + rng.choice([0, 0, 1, 15, 16, 64, rng.randint(1, 1500)]) for n in q_lens]
         problem = make_problem(contexts, q_lens, heads=rng.choice(HEADS), block_size=rng.choice([8, 16, 32]), seed=seed)
-        assert_close(run_prefill(kernels, problem, "tiled"), problem)
+        assert_close(run_prefill(kernels, problem, kernel), problem)
 
 
+@pytest.mark.parametrize("kernel", PREFILL_KERNELS[1:])
 @pytest.mark.parametrize(("q_lens", "contexts"), [([2048], [2048]), ([512], [16_000]), ([40, 1000], [40_000, 3000])])
-def test_prefill_long(kernels: PagedAttention, q_lens: list[int], contexts: list[int]) -> None:
+def test_prefill_long(kernels: PagedAttention, q_lens: list[int], contexts: list[int], kernel: str) -> None:
     problem = make_problem(contexts, q_lens, heads=(8, 2))
-    assert_close(run_prefill(kernels, problem, "tiled"), problem)
+    assert_close(run_prefill(kernels, problem, kernel), problem)
 
 
-def test_prefill_in_chunks_equals_prefill_at_once(kernels: PagedAttention) -> None:
+@pytest.mark.parametrize("kernel", PREFILL_KERNELS[1:])
+def test_prefill_in_chunks_equals_prefill_at_once(kernels: PagedAttention, kernel: str) -> None:
     whole = make_problem([1000], [1000], heads=(8, 2))
-    expected = run_prefill(kernels, whole, "tiled")
+    expected = run_prefill(kernels, whole, kernel)
     caches = (whole.k_cache, whole.v_cache, whole.block_tables)
     for start in range(0, 1000, 300):
         stop = min(start + 300, 1000)
         cu_seqlens = torch.tensor([0, stop - start], dtype=torch.int32, device="cuda")
         context = torch.tensor([stop], dtype=torch.int32, device="cuda")
-        out = kernels.prefill(whole.q[start:stop], *caches, cu_seqlens, context, stop - start, whole.scale)
+        arguments = (whole.q[start:stop], *caches, cu_seqlens, context, stop - start, whole.scale)
+        out = kernels.prefill(*arguments, kernel=kernel)
         torch.testing.assert_close(out, expected[start:stop], rtol=2e-2, atol=2e-2)
 
 
 def test_prefill_leaves_rows_past_the_last_sequence_alone(kernels: PagedAttention) -> None:
     problem = make_problem([20, 70], [20, 5])
     q = torch.cat([problem.q, problem.q[:9]])
-    for kernel in PREFILL_KERNELS:
+    for kernel in PREFILL_KERNELS if kernels.has_wgmma(128) else PREFILL_KERNELS[:2]:
         out = torch.full_like(q, torch.nan)
         arguments = (problem.k_cache, problem.v_cache, problem.block_tables, problem.cu_seqlens_q)
         # A longest chunk larger than the real one only adds blocks that exit at once.
@@ -379,6 +385,8 @@ def test_prefill_leaves_rows_past_the_last_sequence_alone(kernels: PagedAttentio
 
 @pytest.mark.parametrize("kernel", PREFILL_KERNELS)
 def test_prefill_replays_in_a_graph_with_other_lengths(kernels: PagedAttention, kernel: str) -> None:
+    if kernel == "wgmma" and not kernels.has_wgmma(128):
+        pytest.skip("needs a Hopper GPU")
     before = make_problem([70, 5, 200], [70, 5, 25], heads=(8, 2), extra_blocks=50, seed=1)
     after = make_problem([10, 0, 400], [10, 1, 89], heads=(8, 2), extra_blocks=50, seed=2)
     width = max(before.block_tables.shape[1], after.block_tables.shape[1])
@@ -451,19 +459,20 @@ def test_host_constants_agree_with_the_sources() -> None:
         assert found, f"{name} is not in {file}"
         return found.group(1)
 
-    assert constant("attention_plan.cuh", "UNIT") == str(attention._UNIT)
+    assert constant("attention_plan.cuh", "UNIT") == "HEAD_DIM <= 64 ? 32 : 16"
     assert constant("attention_plan.cuh", "MIN_UNITS") == str(attention._MIN_UNITS)
     assert constant("attention_plan.cuh", "MAX_GROUP") == str(attention._MAX_GROUP)
     assert constant("attention_decode_split.cu", "STAGES") == str(attention._SPLIT_STAGES)
     assert constant("attention_decode_split.cu", "WARPS") == "HEAD_DIM <= 128 ? 4 : 2"
     assert constant("attention_decode_warp.cu", "WARPS") == str(attention._WARP_KERNEL_THREADS // 32)
-    assert constant("attention_prefill_tiled.cu", "WARPS") == str(attention._TILED_THREADS // 32)
-    assert constant("attention_prefill_tiled.cu", "TILE_K") == "HEAD_DIM <= 128 ? 64 : 32"
+    assert constant("attention_prefill_wgmma.cu", "THREADS") == str(attention._WGMMA_THREADS)
+    assert constant("attention_prefill_wgmma.cu", "TILE_Q") == str(attention._WGMMA_TILE)
+    assert constant("attention_prefill_wgmma.cu", "TILE_K") == str(attention._WGMMA_TILE)
 
 
 def test_shared_memory_fits_the_smallest_gpus() -> None:
     limit = 99 * 1024  # sm_86 and sm_89, static shared memory included
     for head_dim in attention.HEAD_DIMS:
         assert attention.split_shape(head_dim)[1] + 512 <= limit
-        for row_tiles in (1, 2) if head_dim <= 128 else (1,):
-            assert attention.tiled_shape(head_dim, row_tiles)[1] + 512 <= limit
+        for tiling in attention.tilings(head_dim)[:2]:
+            assert attention.tiled_shape(head_dim, *tiling)[1] + 512 <= limit
