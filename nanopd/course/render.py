@@ -31,8 +31,11 @@ def exercise_html(exercise: str, title: str, solved: bool, hints: Sequence[str])
 
 
 def inline(text: str) -> str:
-    """Escapes ``text``; `code` becomes <code>, a line break becomes <br>."""
-    return re.sub(r"`([^`\n]+)`", r"<code>\1</code>", html.escape(text, quote=False)).replace("\n", "<br>")
+    """Escapes ``text``; `code` becomes <code>, a *word* outside of code <em>, a line break <br>."""
+    parts = re.split(r"`([^`\n]+)`", html.escape(text, quote=False))  # every second part was in backticks
+    parts[::2] = [re.sub(r"(?<![\w*])\*([a-z]+)\*(?![\w*])", r"<em>\1</em>", part) for part in parts[::2]]
+    parts[1::2] = [f"<code>{part}</code>" for part in parts[1::2]]
+    return "".join(parts).replace("\n", "<br>")
 
 
 def _box(colour: str, body: str) -> str:
