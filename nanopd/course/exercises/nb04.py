@@ -359,8 +359,8 @@ choose_victims = Exercise(
     hints=(
         "Ask again after each victim: do those who *stay* need more blocks than are free now?",
         "A victim helps twice. Its blocks become free, and its own need is gone.",
-        "`while len(staying) > 1 and sum(r.needs_block for r in staying) > num_free_blocks:` it is the turn of the last "
-        "of `staying`.",
+        "`while len(staying) > 1 and sum(r.needs_block for r in staying) > num_free_blocks:` it is the turn of the "
+        "last of `staying`.",
     ),
     mistakes=(
         Mistake(_oldest_goes, says="A is the oldest"),
