@@ -16,6 +16,7 @@ import torch
 from nanopd.course.compare import Wrong, expect_close, expect_equal
 from nanopd.course.exercise import Exercise, Status, is_empty
 from nanopd.course.progress import Progress, cache_dir
+from nanopd.course.render import inline
 
 
 def double(x: int) -> int:
@@ -158,6 +159,7 @@ def test_html_is_escaped(exercise: Exercise) -> None:
     page = exercise._repr_html_()
     assert "Twice <code>x</code> &lt; 3" in page
     assert page.count("<details>") == 3
+    assert inline("this *may* be `2*x*3`, 2 * x * 3") == "this <em>may</em> be <code>2*x*3</code>, 2 * x * 3"
     assert "<script>" not in exercise.check(lambda x: "<script>")._repr_html_()
 
 
