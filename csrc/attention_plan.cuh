@@ -8,8 +8,7 @@
 //
 // Every part reads the same number of bytes however ragged the batch is, and the grid depends on the GPU alone, so that
 // a captured CUDA graph stays right when context lengths change. A part may meet several segments, a segment several
-// parts; the pieces of a segment are merged by the block that finishes last (attention_merge.cuh). In an earlier version
-// they were merged by a second kernel.
+// parts; the pieces of a segment are merged by the block that finishes last (attention_merge.cuh).
 #pragma once
 #include "common.cuh"
 
