@@ -100,6 +100,7 @@ def bench_engine(
         "decode": {},
         "prefill": {},
     }
+    peer = peer and loaded.config.rope_scaling is None  # the comparison knows plain RoPE only
     twin = benchmark_peer.hf_twin(loaded.model) if peer else None
     with llm, _bar(len(sizes.decode) + 3 + peer, progress) as done:
         for batch_size, kv_len in sizes.decode:

@@ -47,8 +47,12 @@ class Pair:
     oracle: LoadedModel
     prompts: list[list[int]]
 
-    def check(self, outputs: Sequence, prompts: Sequence[Sequence[int]], least_sure: float = 0.5) -> None:
-        """Every token of every sample against the oracle, given the tokens before it."""
+    def check(self, outputs: Sequence, prompts: Sequence[Sequence[int]], least_sure: float = 0.1) -> None:
+        """Every token of every sample against the oracle, given the tokens before it.
+
+        ``least_sure``: with PyTorch's own bfloat16 on a CPU, the oracle is sure of 0.2 to 0.9 of the tokens of these
+        random models, by architecture and length; the others are still held to the error.
+        """
         sure = total = 0
         for output, prompt in zip(outputs, prompts, strict=True):
             assert output.error is None, output.error
