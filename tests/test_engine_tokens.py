@@ -24,7 +24,7 @@ from nanopd import LLM, SamplingParams
 from nanopd.engine.uniforms import uniforms
 from nanopd.model import LoadedModel, load_model
 
-NUM_TOKENS = 12
+NUM_TOKENS = 10
 NEAR_TIE = 1e-3  # logits; the two implementations differ by less than 2e-4 (test_model_transformer)
 CHUNKS = [16, 64, 256, None]
 
@@ -70,12 +70,14 @@ def test_mixed_batch_of_16(smollm2, prompts, answers, chunk_size, prefix_cache) 
 
     llm.engine.on_step = watch
     order = random.Random(7).sample(range(len(prompts)), len(prompts))  # the long ones somewhere in the middle
-    outputs = run_staggered(llm, [prompts[i] for i in order], [greedy(NUM_TOKENS)] * len(prompts))
+    if prefix_cache and chunk_size in (16, 64):
+        order = [i for i in order if len(prompts[i]) < 1000]  # it takes a hundred steps, which the other case takes
+    outputs = run_staggered(llm, [prompts[i] for i in order], [greedy(NUM_TOKENS)] * len(order))
     check_tokens([t[0] for t in tokens_of(outputs)], [answers[i] for i in order])
     check_clean(llm)
     assert mixed >= 5
-    if chunk_size in (256, None):
-        assert most_running >= 16
+    if chunk_size in (256, None):  # with small chunks prompts trickle in more slowly than others finish
+        assert most_running >= (16 if chunk_size is None else 12)
     if prefix_cache:  # once more, now with the prompts' blocks in the cache, all at once
         outputs = llm.generate([prompts[i] for i in order], greedy(NUM_TOKENS), use_tqdm=False)
         check_tokens([t[0] for t in tokens_of(outputs)], [answers[i] for i in order])
@@ -99,11 +101,11 @@ def test_alone(smollm2, prompts, answers, chunk_size, lengths) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("chunk_size", "prefix_cache"), [(16, False), (64, True), (None, False), (None, True)])
+@pytest.mark.parametrize(("chunk_size", "prefix_cache"), [(16, False), (64, True), (256, True), (None, False)])
 def test_preemption(smollm2, prompts, answers, chunk_size, prefix_cache) -> None:
-    """A pool of 16 blocks for 17 prompts that want 59: requests are thrown out and computed again, some repeatedly."""
-    chosen = [i for i, (_, length) in enumerate(PROMPTS) if length <= 150]
-    llm = make_llm(smollm2, num_blocks=16, chunk_size=chunk_size, enable_prefix_caching=prefix_cache)
+    """A pool of 15 blocks for 17 prompts that want 93: requests are thrown out and computed again."""
+    chosen = [i for i, (_, length) in enumerate(PROMPTS) if length <= 100]
+    llm = make_llm(smollm2, num_blocks=15, block_size=8, chunk_size=chunk_size, enable_prefix_caching=prefix_cache)
     outputs = run_staggered(llm, [prompts[i] for i in chosen], [greedy(NUM_TOKENS)] * len(chosen))
     check_tokens([t[0] for t in tokens_of(outputs)], [answers[i] for i in chosen])
     assert sum(output.metrics.num_preemptions for output in outputs) >= 3
@@ -160,8 +162,8 @@ def test_sampled_tokens_follow_from_transformers_logits(hf_smollm2, sampled) -> 
     [
         {"chunk_size": 16},
         {"chunk_size": 7, "enable_prefix_caching": False},
-        {"num_blocks": 13},
-        {"num_blocks": 12, "chunk_size": 16, "enable_prefix_caching": False},
+        {"num_blocks": 11, "block_size": 8},
+        {"num_blocks": 12, "block_size": 8, "chunk_size": 16, "enable_prefix_caching": False},
         {"block_size": 8, "num_blocks": 200, "max_num_seqs": 3},
     ],
     ids=str,
@@ -172,7 +174,7 @@ def test_sampled_tokens_do_not_depend_on_the_path(smollm2, sampled, options) -> 
     outputs = run_staggered(llm, chosen, SAMPLING, per_step=2)
     assert tokens_of(outputs) == tokens
     if options.get("num_blocks", 100) < 20:
-        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+        assert sum(output.metrics.num_preemptions for output in outputs) >= 3
     check_clean(llm)
 
 
