@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from nanopd.errors import ConfigError, CudaUnavailableError, ModelLoadError
 from nanopd.model import hub, load_model
 from nanopd.model.checkpoint import read_config, weight_files
-from nanopd.model.loader import check_memory
+from nanopd.model.loader import check_memory, resolve_device
 from nanopd.model.presets import preset
 from nanopd.model.weights import checkpoint_slots
 
@@ -156,6 +157,19 @@ def test_missing_shard_is_named(source, tmp_path):
         load_model(str(folder), device="cpu")
 
 
+@pytest.mark.parametrize("weight_map", [None, [], {"a": 3}, {"a": ["x"]}])
+def test_an_index_that_maps_no_names_is_refused(folder, weight_map):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ModelLoadError, match="weight_map must map"):
+        load_model(str(folder), device="cpu")
+
+
+def test_integer_weights_are_not_taken_for_numbers(folder):
+    rewrite(folder, lambda state: state.update({"model.norm.weight": state["model.norm.weight"].to(torch.int32)}))
+    with pytest.raises(ModelLoadError, match=r"model.norm.weight holds torch.int32"):
+        load_model(str(folder), device="cpu")
+
+
 def test_folder_without_config_or_weights(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match=r"no \.safetensors file"):
@@ -171,7 +185,11 @@ def test_folder_without_config_or_weights(folder):
         load_model(str(folder), device="cpu")
 
 
-@pytest.mark.parametrize("name", ["smollm3", "./no/such/folder", "", "a/b/c", "/"])
+def test_a_path_object_names_a_folder(folder):
+    assert load_model(folder, device="cpu").config.name == "copy"
+
+
+@pytest.mark.parametrize("name", ["smollm3", "./no/such/folder", "", "a/b/c", "/", "x" * 5000, "~no-such-user/x", "\0"])
 def test_unknown_names_list_what_there_is(name):
     with pytest.raises(ModelLoadError, match=r"smollm2, dummy:qwen3-8b|no config.json"):
         load_model(name, device="cpu")
@@ -182,9 +200,20 @@ def test_wrong_dtype_or_device():
         load_model("dummy:tiny", device="cpu", dtype="int8")
     with pytest.raises(ConfigError, match="gpu"):
         load_model("dummy:tiny", device="gpu")
+    for device in (1.5, [1], True):
+        with pytest.raises(ConfigError, match="device"):
+            load_model("dummy:tiny", device=device)
     if not torch.cuda.is_available():
         with pytest.raises(CudaUnavailableError):
             load_model("dummy:tiny", device="cuda")
+
+
+def test_a_gpu_number_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(CudaUnavailableError, match="cuda:2 was asked for, and there are 2 GPUs"):
+        resolve_device("cuda:2")
 
 
 def test_a_model_larger_than_memory_is_refused(monkeypatch):
@@ -195,6 +224,9 @@ def test_a_model_larger_than_memory_is_refused(monkeypatch):
     with pytest.raises(ModelLoadError, match=r"32.8 GB of memory, this machine has 8.2 GB"):
         check_memory(preset("qwen3-8b"), cpu, torch.float32)
     check_memory(preset("qwen2-1.5b"), cpu, torch.float32)
+    long = dataclasses.replace(preset("tiny"), max_position_embeddings=10**12)  # its table of angles would not fit
+    with pytest.raises(ModelLoadError, match=r"256000.0 GB of memory"):
+        check_memory(long, cpu, torch.float32)
     pages["SC_PHYS_PAGES"] = 100
     with pytest.raises(ModelLoadError, match=r"tiny in torch.float32"):
         load_model("dummy:tiny", device="cpu", dtype="float32")

@@ -155,6 +155,42 @@ def test_what_is_not_implemented_is_refused_by_name(changes, named):
         ModelConfig.from_hf({**LLAMA, **changes}, name="m")
 
 
+@pytest.mark.parametrize(
+    ("field", "values"),
+    {
+        "vocab_size": ("many", 1.5, [1], True, float("inf"), 0),
+        "hidden_size": ([1], {}),
+        "num_attention_heads": (0, "x"),
+        "num_key_value_heads": (0, -1, "x"),
+        "head_dim": (0, 7, "x"),
+        "rms_norm_eps": ("x", 0, -1e-6, float("nan"), [1]),
+        "max_position_embeddings": (0, -5, "x"),
+        "architectures": (3, "LlamaForCausalLM", {"a": 1}),
+        "rope_theta": ("x", 0, -1),
+        "rope_scaling": ("linear", [1], {"type": "linear", "factor": "x"}, {"type": "linear", "factor": 0}),
+        "rope_parameters": ([1],),
+        "eos_token_id": ("x", [None], {}, [[3]], 1.5),
+        "tie_word_embeddings": ("false", 1),
+    }.items(),
+)
+def test_junk_in_a_field_is_refused_by_name(field, values):
+    others = {"num_key_value_heads": "num_kv_heads", "architectures": "architecture", "rope_scaling": "rope scaling"}
+    for value in values:
+        with pytest.raises(ModelLoadError, match=f"{field}|{others.get(field, field)}"):
+            ModelConfig.from_hf({**LLAMA, field: value}, name="m")
+
+
+def test_null_stands_for_the_default():
+    nulls = dict.fromkeys(("rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "tie_word_embeddings"))
+    config = ModelConfig.from_hf({**LLAMA, **nulls})
+    assert (config.rms_norm_eps, config.rope_theta, config.tie_word_embeddings) == (1e-6, 10000.0, False)
+
+
+def test_a_sliding_window_that_is_no_number_is_refused():
+    with pytest.raises(ModelLoadError, match="sliding_window must be an integer, got 'x'"):
+        ModelConfig.from_hf({**QWEN2, "use_sliding_window": True, "sliding_window": "x"})
+
+
 def test_configs_never_import_torch():
     code = "import sys, nanopd.model.presets as p; p.preset('tiny'); import nanopd.model; nanopd.model.ModelConfig"
     check = "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

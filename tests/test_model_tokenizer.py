@@ -70,6 +70,10 @@ def test_a_template_that_refuses_or_is_missing(ours):
     ours.chat_template = "{{ messages.__class__.__mro__ }}"  # reaching for the interpreter: the sandbox says no
     with pytest.raises(InvalidRequestError, match="refused"):
         ours.apply_chat_template(CHAT)
+    for failing in ("{{ 1 / 0 }}", "{{ messages[9].role.x }}", "{{ [0, 1]['a' * 3] + 1 }}"):
+        ours.chat_template = failing
+        with pytest.raises(InvalidRequestError, match="refused"):
+            ours.apply_chat_template(CHAT)
     ours.chat_template = None
     with pytest.raises(InvalidRequestError, match="no chat template"):
         ours.apply_chat_template(CHAT)
@@ -100,3 +104,10 @@ def test_older_files_keep_the_template_and_tokens_in_the_config(tmp_path, ours):
     assert tokenizer.apply_chat_template(CHAT) == "d<|im_end|>"
     assert tokenizer.special_tokens == {"eos_token": "<|im_end|>"}
     assert len(tokenizer.encode("one two three four five six")) == 6
+    for odd in ([3], [{"name": "x"}], []):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": odd}))
+        assert Tokenizer.from_folder(tmp_path).chat_template is None
+    for junk in (3, {"a": 1}, [{"name": "default", "template": 3}]):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": junk}))
+        with pytest.raises(ModelLoadError, match="chat_template must be a text"):
+            Tokenizer.from_folder(tmp_path)

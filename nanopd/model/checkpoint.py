@@ -23,7 +23,7 @@ def read_config(folder: Path, name: str) -> ModelConfig:
     """
     config = ModelConfig.from_hf(read_json(folder / "config.json"), name)
     generation = folder / "generation_config.json"
-    extra = token_ids(read_json(generation).get("eos_token_id")) if generation.is_file() else ()
+    extra = token_ids(read_json(generation).get("eos_token_id"), name) if generation.is_file() else ()
     eos = tuple(dict.fromkeys((*config.eos_token_ids, *extra)))
     return dataclasses.replace(config, eos_token_ids=eos)
 
@@ -65,7 +65,10 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = [folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
+        names = read_json(index).get("weight_map", {})
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise ModelLoadError(f"{index}: weight_map must map names of tensors to names of files")
+        files = [folder / name for name in sorted(set(names.values()))]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise ModelLoadError(f"{folder}: {index.name} names files that are missing: {_few(missing)}")
@@ -97,6 +100,8 @@ def read_json(file: Path) -> dict[str, Any]:
 def _fill(slot: torch.Tensor, tensor: torch.Tensor, name: str, file: Path) -> None:
     if slot.shape != tensor.shape:
         raise ModelLoadError(f"{file}: {name} has shape {list(tensor.shape)}, config.json implies {list(slot.shape)}")
+    if not tensor.is_floating_point():
+        raise ModelLoadError(f"{file}: {name} holds {tensor.dtype}, not floating point: quantised weights are not read")
     slot.copy_(tensor)
 
 

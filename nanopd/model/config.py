@@ -10,15 +10,22 @@ refused with ``ModelLoadError``: a model that loads computes what its authors me
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from nanopd.errors import ModelLoadError
 
 # architectures[0] of config.json -> our name
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 ROPE_TYPES = ("default", "linear", "llama3")
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+    "max_position_embeddings",
+)  # fmt: skip
+
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True)
@@ -63,9 +70,12 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+        for field in _SIZES:
             if getattr(self, field) < 1:
                 raise ModelLoadError(f"{self.name}: {field} is {getattr(self, field)}, must be at least 1")
+        for field in ("rms_norm_eps", "rope_theta"):
+            if not 0 < getattr(self, field) < math.inf:
+                raise ModelLoadError(f"{self.name}: {field} is {getattr(self, field)}, must be positive")
         if self.num_heads % self.num_kv_heads:
             raise ModelLoadError(
                 f"{self.name}: {self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly"
@@ -84,25 +94,27 @@ class ModelConfig:
         architecture = _architecture(config, name)
         _refuse_unsupported(config, name)
         theta, scaling = _rope(config, name)
-        hidden, heads = int(_field(config, "hidden_size", name)), int(_field(config, "num_attention_heads", name))
+        hidden, heads = _int(config, "hidden_size", name), _int(config, "num_attention_heads", name)
+        if heads < 1:
+            raise ModelLoadError(f"{name}: num_attention_heads is {heads}, must be at least 1")
         return cls(
             name=name,
             architecture=architecture,
-            vocab_size=int(_field(config, "vocab_size", name)),
+            vocab_size=_int(config, "vocab_size", name),
             hidden_size=hidden,
-            intermediate_size=int(_field(config, "intermediate_size", name)),
-            num_layers=int(_field(config, "num_hidden_layers", name)),
+            intermediate_size=_int(config, "intermediate_size", name),
+            num_layers=_int(config, "num_hidden_layers", name),
             num_heads=heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or (128 if architecture == "qwen3" else hidden // heads)),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            num_kv_heads=_int(config, "num_key_value_heads", name, heads),
+            head_dim=_int(config, "head_dim", name, 128 if architecture == "qwen3" else hidden // heads),
+            rms_norm_eps=_float(config, "rms_norm_eps", name, 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
-            max_position_embeddings=int(_field(config, "max_position_embeddings", name)),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            max_position_embeddings=_int(config, "max_position_embeddings", name),
+            tie_word_embeddings=_bool(config, "tie_word_embeddings", name),
             qkv_bias=architecture == "qwen2",
             qk_norm=architecture == "qwen3",
-            eos_token_ids=token_ids(config.get("eos_token_id")),
+            eos_token_ids=token_ids(config.get("eos_token_id"), name),
         )
 
     @property
@@ -155,11 +167,15 @@ class ModelConfig:
         return 2 * (self.num_layers * layer + head) + attention
 
 
-def token_ids(value: Any) -> tuple[int, ...]:
-    """``eos_token_id`` of a Hugging Face file, which is an int, a list or null, as a tuple."""
+def token_ids(value: Any, name: str = "model") -> tuple[int, ...]:
+    """``eos_token_id`` of a Hugging Face file, which is an int, a list or null, as a tuple.
+
+    Raises ModelLoadError if it is something else.
+    """
     if value is None:
         return ()
-    return tuple(int(v) for v in value) if isinstance(value, (list, tuple)) else (int(value),)
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return tuple(_number(v, int, "eos_token_id", name) for v in values)
 
 
 def _field(config: Mapping[str, Any], key: str, name: str) -> Any:
@@ -168,8 +184,41 @@ def _field(config: Mapping[str, Any], key: str, name: str) -> Any:
     return config[key]
 
 
+def _number(value: Any, kind: Callable[[Any], N], key: str, name: str) -> N:
+    """``kind(value)``, int or float, unless that loses something: 1.5 is no int."""
+    try:
+        number = kind(value)
+        if isinstance(value, bool) or (isinstance(value, float) and number != value):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        wanted = "an integer" if kind is int else "a number"
+        raise ModelLoadError(f"{name}: {key} must be {wanted}, got {value!r:.60}") from None
+    return number
+
+
+def _int(config: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
+    if default is not None and config.get(key) is None:
+        return default
+    return _number(_field(config, key, name), int, key, name)
+
+
+def _float(config: Mapping[str, Any], key: str, name: str, default: float | None = None) -> float:
+    if default is not None and config.get(key) is None:
+        return default
+    return _number(_field(config, key, name), float, key, name)
+
+
+def _bool(config: Mapping[str, Any], key: str, name: str) -> bool:
+    value = config.get(key, False)
+    if value is not None and not isinstance(value, bool):
+        raise ModelLoadError(f"{name}: {key} must be true or false, got {value!r:.60}")
+    return bool(value)
+
+
 def _architecture(config: Mapping[str, Any], name: str) -> str:
     listed = config.get("architectures") or []
+    if not isinstance(listed, list):
+        raise ModelLoadError(f"{name}: architectures must be a list, got {listed!r:.60}")
     for hf_name in listed:
         if hf_name in ARCHITECTURES:
             return ARCHITECTURES[hf_name]
@@ -187,14 +236,15 @@ def _refuse_unsupported(config: Mapping[str, Any], name: str) -> None:
     for key in ("attention_bias", "mlp_bias", "quantization_config"):
         if config.get(key):
             raise ModelLoadError(f"{name}: {key}={config[key]!r} is not supported")
-    window = config.get("sliding_window")
-    longest = _field(config, "max_position_embeddings", name)
-    if not config.get("use_sliding_window", False) or window is None or window >= longest:
+    if not config.get("use_sliding_window", False) or config.get("sliding_window") is None:
+        return
+    window = _int(config, "sliding_window", name)
+    if window >= _int(config, "max_position_embeddings", name):
         return
     layer_types = config.get("layer_types")
-    first_sliding = config.get("max_window_layers", 28)
+    first_sliding = _int(config, "max_window_layers", name, 28)
     slides = (
-        "sliding_attention" in layer_types if layer_types else first_sliding < _field(config, "num_hidden_layers", name)
+        "sliding_attention" in layer_types if layer_types else first_sliding < _int(config, "num_hidden_layers", name)
     )
     if slides:
         raise ModelLoadError(f"{name}: sliding window attention (window {window}) is not supported")
@@ -202,8 +252,13 @@ def _refuse_unsupported(config: Mapping[str, Any], name: str) -> None:
 
 def _rope(config: Mapping[str, Any], name: str) -> tuple[float, RopeScaling | None]:
     """Base and scaling, from ``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling`` (4)."""
-    rope: Mapping[str, Any] = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        part = config.get(key) or {}
+        if not isinstance(part, Mapping):
+            raise ModelLoadError(f"{name}: {key} must be an object, got {part!r:.60}")
+        rope.update(part)
+    theta = _float(rope if rope.get("rope_theta") is not None else config, "rope_theta", name, 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ModelLoadError(f"{name}: rope parameters per layer type are not supported: {sorted(rope)}")
@@ -214,15 +269,18 @@ def _rope(config: Mapping[str, Any], name: str) -> tuple[float, RopeScaling | No
         raise ModelLoadError(f"{name}: partial_rotary_factor {partial} is not supported, only 1 is")
     if kind == "default":
         return theta, None
-    factor = float(_field(rope, "factor", f"{name} (rope scaling)"))
+    where = f"{name} (rope scaling)"
+    factor = _float(rope, "factor", where)
+    if not 0 < factor < math.inf:
+        raise ModelLoadError(f"{where}: factor is {factor}, must be positive")
     if kind == "linear":
         return theta, RopeScaling("linear", factor)
     return theta, RopeScaling(
         kind="llama3",
         factor=factor,
-        low_freq_factor=float(_field(rope, "low_freq_factor", f"{name} (rope scaling)")),
-        high_freq_factor=float(_field(rope, "high_freq_factor", f"{name} (rope scaling)")),
-        original_max_position_embeddings=int(
-            rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        low_freq_factor=_float(rope, "low_freq_factor", where),
+        high_freq_factor=_float(rope, "high_freq_factor", where),
+        original_max_position_embeddings=_int(
+            rope, "original_max_position_embeddings", where, _int(config, "max_position_embeddings", name)
         ),
     )

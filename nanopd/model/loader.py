@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +40,7 @@ class LoadedModel:
 
 
 def load_model(
-    name: str = "smollm2",
+    name: str | os.PathLike[str] = "smollm2",
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
@@ -56,9 +57,12 @@ def load_model(
 
     Raises:
         ModelLoadError: the model cannot be found, read, or is not supported; the message says what to do.
-        ConfigError: no such dtype.
-        CudaUnavailableError: a CUDA device was asked for and there is none.
+        ConfigError: no such device or dtype.
+        CudaUnavailableError: a CUDA device was asked for and there is none of this number.
     """
+    if not isinstance(name, (str, os.PathLike)):
+        raise ModelLoadError(f"a model is a name or the path of a folder, got {name!r:.80} ({type(name).__name__})")
+    name = os.fspath(name)
     device = resolve_device(device)
     dtype = resolve_dtype(dtype, device)
     ops = get_ops(device)
@@ -81,14 +85,15 @@ def find_model(name: str) -> tuple[Path, str]:
     """
     if name.lower() in EMBEDDED_NAMES:
         return embedded_model(), EMBEDDED
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder, folder.resolve().name
+    with suppress(OSError, RuntimeError):  # a name too long for a path, a ~user without a home
+        folder = Path(name).expanduser()
+        if name and folder.is_dir():
+            return folder, folder.resolve().name
     if _HUB_NAME.fullmatch(name):
         return hub_model(name), name
     dummies = ", ".join(f"dummy:{shape}" for shape in presets())
     raise ModelLoadError(
-        f"no model {name!r}: it is not a folder here, and no name known here. Use smollm2, {dummies}, "
+        f"no model {name!r:.200}: it is not a folder here, and no name known here. Use smollm2, {dummies}, "
         "the path of a folder, or a Hugging Face name such as Qwen/Qwen3-0.6B"
     )
 
@@ -99,10 +104,12 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device {device!r} is none: use 'cpu', 'cuda' or 'cuda:N'") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise CudaUnavailableError(f"device {device} was asked for, but torch {torch.__version__} sees no CUDA GPU")
+    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+        raise CudaUnavailableError(f"device {device} was asked for, and there are {torch.cuda.device_count()} GPUs")
     return device
 
 
@@ -128,7 +135,8 @@ def check_memory(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
     """
     if device.type != "cpu" or not hasattr(os, "sysconf"):
         return
-    need, have = config.weight_bytes(dtype.itemsize), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    rope = 4 * config.max_position_embeddings * config.head_dim
+    need, have = config.weight_bytes(dtype.itemsize) + rope, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if need > have:
         raise ModelLoadError(
             f"{config.name} in {dtype} takes {need / 1e9:.1f} GB of memory, this machine has {have / 1e9:.1f} GB; "

@@ -100,14 +100,12 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise InvalidRequestError("this model has no chat template; pass plain text instead")
-        from jinja2 import TemplateError
-
         try:
             template = _environment().from_string(self.chat_template)
             return template.render(
                 messages=list(messages), add_generation_prompt=add_generation_prompt, **self.special_tokens
             )
-        except TemplateError as error:
+        except Exception as error:  # a template is a program: any expression in it may fail on these messages
             raise InvalidRequestError(f"the model's chat template refused the messages: {error}") from error
 
 
@@ -135,10 +133,16 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """From ``chat_template.jinja``, else from tokenizer_config.json: a text, or a list of named ones."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"cannot read {file}: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = [entry for entry in template if isinstance(entry, Mapping) and entry.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    if not isinstance(template, str | None):
+        raise ModelLoadError(f"{folder}: chat_template must be a text, got {template!r:.60}")
     return template
 
 
