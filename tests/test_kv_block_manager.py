@@ -99,7 +99,10 @@ def test_zero_tokens_need_nothing_and_negative_ones_are_refused() -> None:
         manager.append_slots(table, -1)
 
 
-@pytest.mark.parametrize("arguments", [(0, 4, 0.0), (4, 0, 0.0), (4, 4, 1.0), (4, 4, -0.1)])
+@pytest.mark.parametrize(
+    "arguments",
+    [(0, 4, 0.0), (4, 0, 0.0), (4, 4, 1.0), (4, 4, -0.1), (2.0, 4, 0.0), (4, "4", 0.0), (True, 4, 0.0), (4, 4, "x")],
+)
 def test_bad_sizes_are_refused(arguments: tuple[int, int, float]) -> None:
     num_blocks, block_size, watermark = arguments
     with pytest.raises(ConfigError):
@@ -216,6 +219,15 @@ def test_a_table_that_was_copied_cannot_be_freed_twice() -> None:
     with pytest.raises(BlockAccountingError, match="no table holds it"):
         manager.free(duplicate)
     assert manager.snapshot() == before
+
+
+def test_a_table_that_lists_a_block_twice_is_refused_whole() -> None:
+    manager = BlockManager(4, 4)
+    table = grown(manager, 8)
+    forged = BlockTable(block_ids=[table.block_ids[0]] * 2, num_tokens=8)
+    with pytest.raises(BlockAccountingError, match="twice"):
+        manager.free(forged)
+    manager.check_integrity([table])
 
 
 def test_an_unused_table_can_be_freed() -> None:

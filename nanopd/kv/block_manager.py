@@ -46,10 +46,11 @@ class BlockManager:
         watermark: float = 0.01,
         hash_function: HashFunction = chain_hash,
     ) -> None:
-        if num_blocks < 1 or block_size < 1:
-            raise ConfigError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
-        if not 0.0 <= watermark < 1.0:
-            raise ConfigError(f"watermark must be in [0, 1), got {watermark}")
+        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be an int of at least 1, got {value!r}")
+        if not isinstance(watermark, (int, float)) or not 0.0 <= watermark < 1.0:
+            raise ConfigError(f"watermark must be in [0, 1), got {watermark!r}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -199,6 +200,8 @@ class BlockManager:
     def free(self, table: BlockTable) -> None:
         """Give all blocks of ``table`` back and empty it. Full committed blocks stay cached until evicted."""
         self._check_live(table)
+        if len(set(table.block_ids)) != len(table.block_ids):
+            raise BlockAccountingError(f"the table to free lists a block twice: {table.block_ids}")
         for block in table.block_ids:
             if not 0 <= block < self.num_blocks or self._refs[block] < 1:
                 raise BlockAccountingError(f"block {block} is in the table to free, but no table holds it")
