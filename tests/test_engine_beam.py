@@ -254,7 +254,7 @@ def test_nan_logits_are_an_error() -> None:
 def test_bad_arguments() -> None:
     model, manager = TableModel(5, 0), BlockManager(10, 8)
     for options in ({"width": 0, "max_tokens": 5}, {"width": 2, "max_tokens": 0}):
-        with pytest.raises(InvalidSamplingParamsError, match="at least 1"):
+        with pytest.raises(InvalidSamplingParamsError, match=">= 1"):
             BeamSearch(model, manager, **options)
     with pytest.raises(EmptyPromptError):
         BeamSearch(model, manager, width=2, max_tokens=5).run([])

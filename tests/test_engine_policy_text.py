@@ -156,7 +156,7 @@ def test_bad_values_are_refused_by_name(name: str, value: object) -> None:
 def test_the_message_names_value_and_limit() -> None:
     with pytest.raises(InvalidSamplingParamsError, match=r"top_p must be in \(0.0, 1.0\], got 1.5"):
         SamplingParams(top_p=1.5)
-    with pytest.raises(InvalidSamplingParamsError, match=r"n must be >= 1, got 0"):
+    with pytest.raises(InvalidSamplingParamsError, match=r"n must be in \[1, 65536\], got 0"):
         SamplingParams(n=0)
 
 

@@ -27,9 +27,11 @@ from torch import Tensor
 
 from nanopd.engine.plan import ScheduledChunk, StepPlan
 from nanopd.engine.request import FinishReason, Request
-from nanopd.engine.sampling_params import SamplingParams
+from nanopd.engine.sampling_params import SamplingParams, check_float, check_int, token_ids_tuple
 from nanopd.errors import EmptyPromptError, InvalidSamplingParamsError, NonFiniteLogitsError
 from nanopd.kv.block_manager import BlockManager
+
+_MAX_LOG_LENGTH = 700.0  # e**700 is still a float, with room for the log-probability that it divides
 
 
 class LogitsRunner(Protocol):
@@ -77,17 +79,22 @@ class BeamSearch:
     ) -> None:
         """``chunk_size``: prompt tokens per step.
 
-        Raises InvalidSamplingParamsError if ``width``, ``max_tokens`` or ``chunk_size`` is below 1.
+        Raises InvalidSamplingParamsError if ``width``, ``max_tokens`` or ``chunk_size`` is no int of at least 1,
+        ``length_penalty`` so large that a score cannot be computed, or an end token no token id.
         """
         for name, value in (("beam_width", width), ("max_tokens", max_tokens), ("chunk_size", chunk_size)):
-            if value < 1:
-                raise InvalidSamplingParamsError(f"{name} must be at least 1, got {value}")
+            check_int(name, value, 1)
+        check_float("length_penalty", length_penalty, low=-math.inf)
+        if abs(length_penalty) * math.log(max_tokens) > _MAX_LOG_LENGTH:
+            raise InvalidSamplingParamsError(
+                f"length_penalty {length_penalty} is too far from 0: {max_tokens} tokens to its power are no float"
+            )
         self._runner = runner
         self._manager = block_manager
         self._width = width
         self._max_tokens = max_tokens
         self._length_penalty = length_penalty
-        self._end_tokens = frozenset(end_token_ids)
+        self._end_tokens = frozenset(token_ids_tuple(end_token_ids, "end_token_ids"))
         self._chunk_size = chunk_size
         self._beams: list[Request] = []  # the living; each has a table
         self._logprobs: list[float] = []  # of the living

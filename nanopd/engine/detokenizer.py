@@ -104,7 +104,10 @@ class Detokenizer:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that is a beginning of ``stop``, but not all of it."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+    length = min(len(stop) - 1, len(text))
+    while length > 0:
+        length = stop.rfind(text[-1], 0, length) + 1  # only where the last character fits; a stop string may be long
         if text.endswith(stop[:length]):
             return length
+        length -= 1
     return 0

@@ -8,23 +8,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from operator import index
 from typing import Protocol
 
 from nanopd.engine.detokenizer import Tokenizer
-from nanopd.engine.generate import OutputStream, Prompt, generate_all, prompt_list
+from nanopd.engine.generate import OutputStream, generate_all
 from nanopd.engine.interrupts import InterruptGuard
 from nanopd.engine.jobs import Job, OutputCallback
 from nanopd.engine.outputs import RequestOutput
 from nanopd.engine.plan import StepPlan
+from nanopd.engine.prompts import Prompt, check_params, encode_prompt, prompt_list
 from nanopd.engine.request import FinishReason, Request
 from nanopd.engine.sampling_params import SamplingParams
 from nanopd.engine.scheduler import Scheduler
 from nanopd.errors import (
+    ConfigError,
+    DuplicateRequestError,
     EngineClosedError,
     InvalidRequestError,
-    InvalidTokenError,
     StepFailedError,
     UnknownRequestError,
 )
@@ -74,7 +76,14 @@ class Engine:
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
         """``vocab_size``: prompts with other token ids are refused. ``eos_token_ids``: default, the tokenizer's.
-        ``seed``: makes the seeds reproducible that requests without one get. ``on_step``: called after each step."""
+        ``seed``: makes the seeds reproducible that requests without one get. ``on_step``: called after each step.
+
+        Raises ConfigError if clock or on_step is no function, or the seed no int.
+        """
+        if not callable(clock) or not (on_step is None or callable(on_step)):
+            raise ConfigError(f"clock and on_step must be functions, got {clock!r} and {on_step!r}")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise ConfigError(f"seed must be an int or None, got {seed!r}")
         self.scheduler = scheduler
         self.runner = runner
         self.tokenizer = tokenizer
@@ -91,6 +100,7 @@ class Engine:
         self._watched: dict[str, Job] = {}  # those of which each token must be looked at
         self._ready: list[RequestOutput] = []  # for `poll`
         self._callbacks: deque[tuple[OutputCallback, RequestOutput]] = deque()
+        self._abandoned: deque[str] = deque()  # to be aborted by whoever takes the lock next
         self._num_ids = 0
         self._step_start = 0.0
         self._closed = False
@@ -119,9 +129,11 @@ class Engine:
         Raises an InvalidRequestError (empty or too long prompt, bad token id, id in use) or EngineClosedError; then
         nothing was queued.
         """
-        token_ids, text = self._tokenize(prompt)
+        token_ids, text = encode_prompt(prompt, self.tokenizer, self.vocab_size)
         with self._lock:
-            request = self._make_request(token_ids, params or SamplingParams(), request_id, arrival_time)
+            request = self._make_request(
+                token_ids, SamplingParams() if params is None else params, request_id, arrival_time
+            )
             self._queue(request, text, stream, on_output)
         self._run_callbacks()
         return request.request_id
@@ -130,8 +142,9 @@ class Engine:
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], on_output: OutputCallback
     ) -> list[str]:
         """Queue all of them or, if one is invalid, none. Returns their ids. Raises as ``add_request``."""
-        tokenized = [self._tokenize(prompt) for prompt in prompts]
+        tokenized = [encode_prompt(prompt, self.tokenizer, self.vocab_size) for prompt in prompts]
         with self._lock:
+            self._check_open()
             requests = [self._make_request(ids, p, None, None) for (ids, _), p in zip(tokenized, params, strict=True)]
             for request, (_, text) in zip(requests, tokenized, strict=True):
                 self._queue(request, text, False, on_output)
@@ -149,6 +162,21 @@ class Engine:
                 raise UnknownRequestError(f"no request {request_id!r} is in flight")
             self._close_sequences(self.scheduler.abort(request_id, self.clock()))
         self._run_callbacks()
+
+    def abandon(self, request_id: str) -> None:
+        """``abort`` for the garbage collector: never raises, and changes nothing in the middle of a change.
+
+        A collection may start at any line of this thread, also one that holds the lock; the request then ends with
+        the next step instead.
+        """
+        self._abandoned.append(request_id)
+        if not self._lock._is_owned():  # type: ignore[attr-defined]
+            self._abort_abandoned()
+
+    def _abort_abandoned(self) -> None:
+        while self._abandoned:
+            with suppress(UnknownRequestError, EngineClosedError, IndexError):
+                self.abort(self._abandoned.popleft())
 
     @property
     def has_unfinished(self) -> bool:
@@ -209,7 +237,7 @@ class Engine:
                     else:
                         self.finish_step(plan, tokens)
                 return True
-            except KeyboardInterrupt:
+            except BaseException:  # an interrupt, mostly; an Exception of the runner does not get here
                 # Whatever is in flight now is this step, as no driver steps while we do.
                 if self.scheduler.in_flight is not None:
                     self.cancel_step(self.scheduler.in_flight)
@@ -223,6 +251,7 @@ class Engine:
 
     def begin_step(self) -> StepPlan | None:
         """Schedule a step, or None if no request can go on now. Raises EngineClosedError."""
+        self._abort_abandoned()
         with self._lock:
             self._check_open()
             self._step_start = self.clock()
@@ -307,43 +336,29 @@ class Engine:
         self._close_sequences(self.scheduler.fail(plan, failure, now))
         self._end_step(plan, now)
 
-    def _tokenize(self, prompt: Prompt) -> tuple[list[int], str | None]:
-        """Token ids, and the text if it came as text. Raises InvalidRequestError or InvalidTokenError."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequestError("the prompt is text, and this engine has no tokenizer: pass token ids")
-            token_ids, text = list(self.tokenizer.encode(prompt)), prompt
-        else:
-            try:
-                token_ids, text = [index(token) for token in prompt], None
-            except TypeError as error:
-                raise InvalidTokenError(f"the prompt must be text or a list of token ids: {error}") from error
-        limit = math.inf if self.vocab_size is None else self.vocab_size
-        for token in token_ids:
-            if not 0 <= token < limit:
-                raise InvalidTokenError(f"token id {token} is outside of the vocabulary [0, {limit})")
-        return token_ids, text
-
     def _make_request(
         self, token_ids: list[int], params: SamplingParams, request_id: str | None, arrival_time: float | None
     ) -> Request:
         """A valid request, not queued yet."""
         self._check_open()
-        while request_id is None:
-            name, self._num_ids = str(self._num_ids), self._num_ids + 1
-            request_id = None if name in self._jobs else name
+        check_params(params)
+        if request_id is not None and not isinstance(request_id, str):
+            raise InvalidRequestError(f"request_id must be a str, got {request_id!r} ({type(request_id).__name__})")
+        arrival_time = self.clock() if arrival_time is None else _finite("arrival_time", arrival_time)
         if params.seed is None:
             # Drawn once and kept, so that a request computed again after a preemption gets the same tokens.
             params = replace(params, seed=self._random.getrandbits(63))
-        request = Request(
-            request_id,
-            token_ids,
-            params,
-            arrival_time=self.clock() if arrival_time is None else arrival_time,
-            eos_token_ids=self.eos_token_ids,
-        )
-        self.scheduler.validate(request)
-        return request
+        while True:
+            name = request_id
+            if name is None:
+                name, self._num_ids = str(self._num_ids), self._num_ids + 1
+            request = Request(name, token_ids, params, arrival_time=arrival_time, eos_token_ids=self.eos_token_ids)
+            try:
+                self.scheduler.validate(request)
+                return request
+            except DuplicateRequestError:
+                if request_id is not None:
+                    raise  # else: a user chose the name that we made up, or that of one of its samples
 
     def _queue(self, request: Request, prompt: str | None, stream: bool, on_output: OutputCallback | None) -> None:
         sequences = self.scheduler.add(request, self.clock())
@@ -409,3 +424,12 @@ class Engine:
             queues = self.scheduler
             lengths = (len(queues.waiting), len(queues.prefilling), len(queues.running))
             self.on_step(StepRecord(self._step_start, now, plan, *lengths))
+
+
+def _finite(name: str, value: float) -> float:
+    """Seconds as a float. Raises InvalidRequestError for what is no finite number."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        with suppress(OverflowError):  # an int that no float can hold
+            if math.isfinite(value):
+                return float(value)
+    raise InvalidRequestError(f"{name} must be a finite number of seconds, got {value!r:.80}")

@@ -9,34 +9,12 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from nanopd.engine.outputs import RequestOutput
+from nanopd.engine.prompts import Prompt, params_list
 from nanopd.engine.sampling_params import SamplingParams
-from nanopd.errors import EngineClosedError, InvalidRequestError, OutOfBlocksError, UnknownRequestError
+from nanopd.errors import EngineClosedError, OutOfBlocksError, UnknownRequestError
 
 if TYPE_CHECKING:
     from nanopd.engine.engine import Engine
-
-Prompt = str | Sequence[int]
-
-
-def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, as text or token ids, becomes a list of one; a list of prompts stays what it is."""
-    if isinstance(prompts, str):
-        return [prompts]
-    items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
-
-
-def params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """One for all, or one for each of ``count`` prompts. Raises InvalidRequestError if there are not as many."""
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise InvalidRequestError(f"{len(params)} sampling_params for {count} prompts")
-    return list(params)
 
 
 def generate_all(
@@ -100,6 +78,7 @@ class OutputStream(Iterator[RequestOutput]):
     """The outputs of one request, growing: each holds everything so far, the last one is ``finished``.
 
     A context manager; ``close`` aborts the request if it has not finished. So does leaving it to the garbage collector.
+    Several threads may read it; each output goes to one of them.
     """
 
     def __init__(
@@ -114,15 +93,17 @@ class OutputStream(Iterator[RequestOutput]):
         self._done = False
 
     def __next__(self) -> RequestOutput:
-        if self._done:
-            raise StopIteration
-        while not self._outputs:
-            if not self._engine.advance() and not self._outputs:
+        while not self._done:
+            output = None
+            with suppress(IndexError):  # none there yet, or another thread was quicker
+                output = self._outputs.popleft()
+            if output is not None:
+                self._done = self._done or output.finished
+                _raise_failure(output)
+                return output
+            if not self._engine.advance() and not self._outputs and not self._done:
                 _raise_if_stuck(self._engine, self.request_id)
-        output = self._outputs.popleft()
-        self._done = output.finished
-        _raise_failure(output)
-        return output
+        raise StopIteration
 
     def close(self) -> None:
         """Abort the request unless it has finished; the iteration ends."""
@@ -137,7 +118,9 @@ class OutputStream(Iterator[RequestOutput]):
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        if not self._done:
+            self._done = True
+            self._engine.abandon(self.request_id)
 
 
 def _raise_if_stuck(engine: Engine, request_id: str) -> None:

@@ -25,8 +25,8 @@ def default_num_blocks(
 
     Raises ConfigError if not even one block fits.
     """
-    if not 0.0 < gpu_memory_utilization <= 1.0:
-        raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}")
+    if not isinstance(gpu_memory_utilization, (int, float)) or not 0.0 < gpu_memory_utilization <= 1.0:
+        raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization!r}")
     device, dtype = model.device, model.dtype
     if device.type == "cuda":
         scratch = largest_step_bytes(model, block_size, limits)

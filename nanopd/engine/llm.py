@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import torch
 
 from nanopd.engine.beam import BeamOutput, BeamSearch
 from nanopd.engine.engine import Engine, StepRecord
-from nanopd.engine.generate import OutputStream, Prompt
+from nanopd.engine.generate import OutputStream
 from nanopd.engine.kv_budget import default_num_blocks
 from nanopd.engine.outputs import RequestOutput
 from nanopd.engine.plan import SchedulerConfig
+from nanopd.engine.prompts import Prompt, encode_prompt
 from nanopd.engine.runner import ModelRunner
-from nanopd.engine.sampling_params import SamplingParams
+from nanopd.engine.sampling_params import SamplingParams, check_int
 from nanopd.engine.scheduler import Scheduler
 from nanopd.errors import (
     ConfigError,
     EngineClosedError,
     InvalidRequestError,
     InvalidSamplingParamsError,
-    InvalidTokenError,
     PromptTooLongError,
 )
 from nanopd.kv.block_manager import BlockManager
@@ -61,7 +63,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | LoadedModel = "smollm2",
+        model: str | os.PathLike[str] | LoadedModel = "smollm2",
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
@@ -81,9 +83,14 @@ class LLM:
         clock: Callable[[], float] = time.perf_counter,
         use_tqdm: bool = True,
     ) -> None:
-        if block_size < 8 or block_size % 8:
-            raise ConfigError(f"block_size must be a positive multiple of 8, got {block_size}")
-        loaded = load_model(model, device=device, dtype=dtype) if isinstance(model, str) else model
+        if not _is_int(block_size) or block_size < 8 or block_size % 8:
+            raise ConfigError(f"block_size must be a positive multiple of 8, got {block_size!r}")
+        if num_blocks is not None and (not _is_int(num_blocks) or num_blocks < 1):
+            raise ConfigError(f"num_blocks must be an int >= 1, got {num_blocks!r}")
+        for name, flag in (("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager)):
+            if not isinstance(flag, bool):
+                raise ConfigError(f"{name} must be True or False, got {flag!r}")
+        loaded = model if isinstance(model, LoadedModel) else load_model(model, device=device, dtype=dtype)
         self.config = loaded.config
         self.tokenizer = loaded.tokenizer
         self.model = loaded.model
@@ -105,7 +112,7 @@ class LLM:
             self.kv_cache,
             self.model.ops,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_batched_tokens=min(max_num_batched_tokens, num_blocks * block_size),  # each token has its own slot
             max_model_len=limits.max_model_len,
             vocab_size=self.config.vocab_size,
             enforce_eager=enforce_eager,
@@ -172,9 +179,11 @@ class LLM:
         if "kv_cache" not in self.__dict__:
             raise EngineClosedError("the engine was closed")
         limits = self.scheduler.config
+        check_int("beam_width", beam_width, 1)
+        check_int("max_tokens", max_tokens, 1)
         if beam_width > limits.max_num_seqs:
             raise InvalidSamplingParamsError(f"beam_width {beam_width} exceeds max_num_seqs, {limits.max_num_seqs}")
-        tokens = self._encode(prompt)
+        tokens, _ = encode_prompt(prompt, self.tokenizer, self.config.vocab_size)
         if len(tokens) + max_tokens > limits.max_model_len:
             raise PromptTooLongError(
                 f"a prompt of {len(tokens)} tokens and {max_tokens} more exceed the limit of {limits.max_model_len}"
@@ -206,18 +215,12 @@ class LLM:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequestError(f"{self.config.name} has no tokenizer: pass token ids instead of text")
-            return self.tokenizer.encode(prompt)
-        for token in prompt:
-            if not 0 <= token < self.config.vocab_size:
-                raise InvalidTokenError(f"token id {token} is outside of the vocabulary [0, {self.config.vocab_size})")
-        return list(prompt)
-
     def _model_len(self, max_model_len: int | None) -> int:
         limit = self.config.max_position_embeddings
-        if max_model_len is not None and max_model_len > limit:
+        if _is_int(max_model_len) and max_model_len > limit:
             raise ConfigError(f"max_model_len {max_model_len} exceeds the {limit} positions of {self.config.name}")
         return limit if max_model_len is None else max_model_len
+
+
+def _is_int(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -10,13 +10,15 @@ from typing import Any
 from nanopd.errors import InvalidSamplingParamsError
 
 MAX_SEED = 2**64 - 1
+MAX_N = 1 << 16  # each sample is a request in the queue
+MAX_TOP_K = 2**31 - 1  # the sampler's integers; one that does not fit would fail everybody's step
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How to turn logits into tokens, and when to stop.
 
-    * ``n``: how many samples of the same prompt (>= 1); they share the prompt's KV blocks.
+    * ``n``: how many samples of the same prompt, 1 to 65,536; they share the prompt's KV blocks.
     * ``temperature``: 0 is greedy; otherwise logits are divided by it.
     * ``top_k``: keep the k most likely tokens; 0 keeps all.
     * ``top_p``: keep the smallest set of most likely tokens whose probability reaches p, in (0, 1].
@@ -40,25 +42,26 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1)
-        _check_float("temperature", self.temperature, low=0.0)
-        _check_int("top_k", self.top_k, 0)
-        _check_float("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
+        check_int("n", self.n, 1, MAX_N)
+        check_float("temperature", self.temperature, low=0.0)
+        check_int("top_k", self.top_k, 0, MAX_TOP_K)
+        check_float("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, MAX_SEED)
-        _check_int("max_tokens", self.max_tokens, 0)
+            check_int("seed", self.seed, 0, MAX_SEED)
+        check_int("max_tokens", self.max_tokens, 0)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidSamplingParamsError(f"ignore_eos must be a bool, got {self.ignore_eos!r}")
         # Lists are what people write; tuples keep the object hashable and safe to share between requests.
         object.__setattr__(self, "stop", _as_stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _as_token_ids(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", token_ids_tuple(self.stop_token_ids))
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
 
-def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+    """Raise InvalidSamplingParamsError unless ``value`` is an int in the range; both ends belong to it."""
     # bool is an int in Python, but n=True is a mistake, not a one.
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidSamplingParamsError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
@@ -67,11 +70,16 @@ def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None
         raise InvalidSamplingParamsError(f"{name} must be {limit}, got {value}")
 
 
-def _check_float(name: str, value: Any, low: float, high: float = math.inf, low_open: bool = False) -> None:
+def check_float(name: str, value: Any, low: float, high: float = math.inf, low_open: bool = False) -> None:
+    """Raise InvalidSamplingParamsError unless ``value`` is a finite number in the range."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidSamplingParamsError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-    if not math.isfinite(value):
-        raise InvalidSamplingParamsError(f"{name} must be finite, got {value}")
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # an int beyond the floats
+        finite = False
+    if not finite:
+        raise InvalidSamplingParamsError(f"{name} must be finite, got {value!r:.40}")
     if value < low or value > high or (low_open and value == low):
         left, right = ("(" if low_open else "["), ("inf)" if high == math.inf else f"{high}]")
         raise InvalidSamplingParamsError(f"{name} must be in {left}{low}, {right}, got {value}")
@@ -89,10 +97,11 @@ def _as_stop_strings(stop: Any) -> tuple[str, ...]:
     return strings
 
 
-def _as_token_ids(ids: Any) -> tuple[int, ...]:
+def token_ids_tuple(ids: Any, name: str = "stop_token_ids") -> tuple[int, ...]:
+    """Token ids as a tuple. Raises InvalidSamplingParamsError for what is no collection of ints >= 0."""
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
-        raise InvalidSamplingParamsError(f"stop_token_ids must be a list of ints, got {ids!r}")
+        raise InvalidSamplingParamsError(f"{name} must be a list of ints, got {ids!r}")
     tokens = tuple(ids)
     for token in tokens:
-        _check_int("each of stop_token_ids", token, 0)
+        check_int(f"each of {name}", token, 0)
     return tokens

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 
 from nanopd.engine.admission import Admission
 from nanopd.engine.plan import ScheduledChunk, SchedulerConfig, StepPlan
@@ -285,14 +286,12 @@ class Scheduler:
         """Book the step's result: ``tokens[c][s]`` was sampled for ``plan.chunks[c].samplers[s]``.
 
         Returns the requests that finished by it. Tokens of a request that was aborted meanwhile are dropped.
-        Raises StepFailedError, before anything changes, if ``tokens`` does not have the plan's shape.
+        Raises StepFailedError, before anything changes, if ``tokens`` are no ints or do not have the plan's shape.
         """
         if not plan.chunks and not tokens:
             return []
         self._check_in_flight(plan)
-        expected, got = [len(chunk.samplers) for chunk in plan.chunks], list(map(len, tokens))
-        if got != expected:
-            raise StepFailedError(f"the runner returned {got} tokens per chunk, the plan asks for {expected}")
+        self._check_tokens(plan, tokens)
         self._in_flight = None
         stamp = Stamp(now, "token", 1)  # shared: stamps are immutable, and one per step is cheaper than one per token
         finished = self._update_decodes(plan, tokens, stamp)
@@ -301,6 +300,17 @@ class Scheduler:
                 finished += self._update_prefill(chunk, sampled, stamp)
         self._free_ended()
         return finished
+
+    def _check_tokens(self, plan: StepPlan, tokens: Sequence[Sequence[int]]) -> None:
+        expected = [len(chunk.samplers) for chunk in plan.chunks]
+        try:
+            got, types = list(map(len, tokens)), set(map(type, chain.from_iterable(tokens)))
+        except TypeError as error:
+            raise StepFailedError(f"the runner returned no list of tokens per chunk: {tokens!r:.80}") from error
+        if got != expected:
+            raise StepFailedError(f"the runner returned {got} tokens per chunk, the plan asks for {expected}")
+        if types - {int}:
+            raise StepFailedError(f"the runner returned tokens that are no ints: {tokens!r:.80}")
 
     def _update_decodes(self, plan: StepPlan, tokens: Sequence[Sequence[int]], stamp: Stamp) -> list[Request]:
         block_size, running = self.block_manager.block_size, RequestState.RUNNING
