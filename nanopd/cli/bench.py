@@ -35,7 +35,8 @@ def _finish(title: str, values: Mapping[str, Any], device: str, out: Path | None
         from nanopd.ops.measure import environment
 
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({**environment(device, f"nanopd bench-{title}"), "values": values}, indent=1) + "\n", encoding="utf-8")
+        record = {**environment(device, f"nanopd bench-{title}"), "values": values}
+        out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         print(f"written: {out}")
 
 
