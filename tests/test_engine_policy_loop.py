@@ -102,7 +102,6 @@ def drain(engine: Engine, limit: int = 1000) -> list[RequestOutput]:
 
 def check_empty(engine: Engine) -> None:
     blocks = engine.scheduler.block_manager
-    blocks.copies_done()
     blocks.check_integrity([])
     assert blocks.num_free_blocks == blocks.num_blocks
     assert not engine.has_unfinished and not engine.scheduler.has_unfinished
@@ -239,6 +238,49 @@ def test_an_interrupt_in_the_middle_of_the_bookkeeping_waits_for_its_end(
     assert engine.scheduler.in_flight is None
     outputs = drain(engine)
     assert all(tokens(output) == expected(output, params) for output in outputs) and len(outputs) == 3
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("where", ["add", "abort"])
+def test_an_interrupt_while_prompts_are_queued_or_aborted_leaves_none_behind(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    original, calls = getattr(engine.scheduler, where), []
+
+    def interrupted(*args: object) -> object:
+        calls.append(args)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return original(*args)
+
+    def fail(plan: StepPlan) -> None:
+        raise KeyboardInterrupt  # which makes `generate` abort
+
+    monkeypatch.setattr(engine.scheduler, where, interrupted)
+    engine.runner.hook = fail  # type: ignore[attr-defined]
+    default = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+    finally:
+        signal.signal(signal.SIGINT, default)
+    assert len(calls) == len(PROMPTS)
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("end", ["finish", "fail", "interrupt"])
+def test_copied_blocks_are_given_back_when_the_step_ends(end: str) -> None:
+    """Both ends of a copy are held until it is done; the step that copies may be the last one for long."""
+    engine = make_engine()
+
+    def stop(plan: StepPlan) -> None:
+        if plan.copies and end != "finish":
+            raise RuntimeError if end == "fail" else KeyboardInterrupt
+
+    engine.runner.hook = stop  # type: ignore[attr-defined]
+    with suppress(StepFailedError, KeyboardInterrupt):
+        engine.generate([1, 2, 3], SamplingParams(n=3, max_tokens=2, ignore_eos=True), use_tqdm=False)
     check_empty(engine)
 
 

@@ -7,8 +7,8 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -130,7 +130,7 @@ class Engine:
         nothing was queued.
         """
         token_ids, text = encode_prompt(prompt, self.tokenizer, self.vocab_size)
-        with self._lock:
+        with self._bookkeeping():
             request = self._make_request(
                 token_ids, SamplingParams() if params is None else params, request_id, arrival_time
             )
@@ -139,11 +139,16 @@ class Engine:
         return request.request_id
 
     def add_requests(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], on_output: OutputCallback
+        self,
+        tokenized: Sequence[tuple[list[int], str | None]],
+        params: Sequence[SamplingParams],
+        on_output: OutputCallback,
     ) -> list[str]:
-        """Queue all of them or, if one is invalid, none. Returns their ids. Raises as ``add_request``."""
-        tokenized = [encode_prompt(prompt, self.tokenizer, self.vocab_size) for prompt in prompts]
-        with self._lock:
+        """Queue prompts from ``encode_prompt``, all of them or, if one is invalid, none. Returns their ids.
+
+        Raises as ``add_request``.
+        """
+        with self._bookkeeping():
             self._check_open()
             requests = [self._make_request(ids, p, None, None) for (ids, _), p in zip(tokenized, params, strict=True)]
             for request, (_, text) in zip(requests, tokenized, strict=True):
@@ -156,7 +161,7 @@ class Engine:
 
         Raises UnknownRequestError if no request of this id is unfinished, or EngineClosedError.
         """
-        with self._lock:
+        with self._bookkeeping():
             self._check_open()
             if request_id not in self._jobs:
                 raise UnknownRequestError(f"no request {request_id!r} is in flight")
@@ -188,7 +193,7 @@ class Engine:
 
     def close(self) -> None:
         """Abort everything, wait for the step that runs, free all blocks. Calls after this raise EngineClosedError."""
-        with self._lock:
+        with self._bookkeeping():
             self._closed = True
             for request_id in list(self._jobs):
                 self._close_sequences(self.scheduler.abort(request_id, self.clock()))
@@ -239,8 +244,9 @@ class Engine:
                 return True
             except BaseException:  # an interrupt, mostly; an Exception of the runner does not get here
                 # Whatever is in flight now is this step, as no driver steps while we do.
-                if self.scheduler.in_flight is not None:
-                    self.cancel_step(self.scheduler.in_flight)
+                with guard.uninterrupted():
+                    if self.scheduler.in_flight is not None:
+                        self.cancel_step(self.scheduler.in_flight)
                 raise
 
     def _execute(self, plan: StepPlan) -> list[list[int]] | Exception:
@@ -319,6 +325,12 @@ class Engine:
         return generate_all(self, prompt_list(prompts), sampling_params, use_tqdm)
 
     # --- inside ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _bookkeeping(self) -> Iterator[None]:
+        """The lock, and no interrupt before the end."""
+        with self.interrupt_guard, self.interrupt_guard.uninterrupted(), self._lock:
+            yield
 
     def _check_open(self) -> None:
         if self._closed:

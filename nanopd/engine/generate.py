@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from nanopd.engine.outputs import RequestOutput
-from nanopd.engine.prompts import Prompt, params_list
+from nanopd.engine.prompts import Prompt, encode_prompt, params_list
 from nanopd.engine.sampling_params import SamplingParams
 from nanopd.errors import EngineClosedError, OutOfBlocksError, UnknownRequestError
 
@@ -26,24 +26,29 @@ def generate_all(
     """See ``Engine.generate``."""
     finished: deque[RequestOutput] = deque()
     params = params_list(sampling_params, len(prompts))
-    ids = engine.add_requests(prompts, params, finished.append)
+    tokenized = [encode_prompt(prompt, engine.tokenizer, engine.vocab_size) for prompt in prompts]
+    ids: list[str] = []
     results: dict[str, RequestOutput] = {}
-    try:
-        with engine.interrupt_guard, _progress(engine, len(ids), use_tqdm) as show:
-            while True:
-                while finished:
-                    output = finished.popleft()
-                    _raise_failure(output)
-                    results[output.request_id] = output
-                show(len(results))
-                if len(results) == len(ids):
-                    break
-                if not engine.advance() and not finished:
-                    _raise_if_stuck(engine, next(name for name in ids if name not in results))
-    except BaseException:  # Ctrl-C included: nobody will come for the rest
-        for request_id in ids:
-            _abort_if_there(engine, request_id)
-        raise
+    with engine.interrupt_guard as guard:
+        try:
+            with guard.uninterrupted():  # or nobody would know what is to be aborted
+                ids += engine.add_requests(tokenized, params, finished.append)
+            with _progress(engine, len(ids), use_tqdm) as show:
+                while True:
+                    while finished:
+                        output = finished.popleft()
+                        _raise_failure(output)
+                        results[output.request_id] = output
+                    show(len(results))
+                    if len(results) == len(ids):
+                        break
+                    if not engine.advance() and not finished:
+                        _raise_if_stuck(engine, next(name for name in ids if name not in results))
+        except BaseException:  # Ctrl-C included: nobody will come for the rest
+            with guard.uninterrupted():
+                for request_id in ids:
+                    _abort_if_there(engine, request_id)
+            raise
     return [results[request_id] for request_id in ids]
 
 

@@ -411,6 +411,7 @@ class Scheduler:
             self._free(request)
 
     def _free_ended(self) -> None:
+        self.block_manager.copies_done()  # a commit does this too, but not every step commits
         ended, self._ended_in_flight = self._ended_in_flight, []
         for request in ended:
             self._free(request)
