@@ -280,7 +280,7 @@ def test_copied_blocks_are_given_back_when_the_step_ends(end: str) -> None:
 
     engine.runner.hook = stop  # type: ignore[attr-defined]
     with suppress(StepFailedError, KeyboardInterrupt):
-        engine.generate([1, 2, 3], SamplingParams(n=3, max_tokens=2, ignore_eos=True), use_tqdm=False)
+        engine.generate([1, 2], SamplingParams(n=3, max_tokens=2, ignore_eos=True), use_tqdm=False)
     check_empty(engine)
 
 

@@ -70,7 +70,6 @@ class Lab:
                 break
             self.step()
         assert not self.scheduler.has_unfinished
-        self.blocks.copies_done()
         assert self.blocks.num_free_blocks == self.blocks.num_blocks
 
     def hold(self, num_blocks: int) -> None:

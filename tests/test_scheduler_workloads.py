@@ -181,7 +181,6 @@ class Driver:
         assert len(queued + pending) == len(set(queued + pending)), "a request is in two places"
 
     def check_end(self) -> None:
-        self.blocks.copies_done()
         assert self.blocks.num_free_blocks == self.workload.num_blocks
         assert sorted(r.request_id for r in self.ended) == sorted(
             r.request_id for sequences in self.sequences.values() for r in sequences
