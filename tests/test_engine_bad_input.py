@@ -94,7 +94,7 @@ def test_a_bool_among_token_ids_is_pointed_at(llm: LLM) -> None:
 # --- parameters ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("params", [3, "x", [None], {"n": 1}, [3], SamplingParams, iter([SamplingParams()])], ids=repr)
+@pytest.mark.parametrize("params", [3, "x", [None], {"n": 1}, [3], SamplingParams, iter([SamplingParams()])])
 def test_what_are_no_params_is_refused(llm: LLM, params: Any) -> None:
     with pytest.raises(InvalidSamplingParamsError, match="expected SamplingParams"):
         llm.generate([PROMPT], params, use_tqdm=False)
