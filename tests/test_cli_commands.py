@@ -61,6 +61,36 @@ def test_python_dash_m() -> None:
     assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.startswith("nanopd ")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is always full")
+@pytest.mark.parametrize("command", [["--version"], ["progress"]])
+def test_a_full_disk_is_one_line(command: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "nanopd.cli", *command], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("nanopd: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_terminal_without_unicode_still_gets_the_table() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    command = [sys.executable, "-m", "nanopd.cli", "progress"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "exercises solved" in done.stdout
+
+
+def test_a_cache_folder_that_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NANOPD_CACHE", str(tmp_path / "file"))
+    assert doctor.check_disk().status == "warn"
+    assert "no folder" in doctor.check_disk().found
+    assert run(["progress"]) == 0
+    assert run(["progress", "--reset", "--yes"]) == 1
+    assert capsys.readouterr().err.startswith("nanopd: ")
+
+
 # --- errors ----------------------------------------------------------------------------------------------------
 
 
@@ -97,7 +127,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--temperature", "-1"], 2, "temperature"),
         (["--top-p", "0"], 2, "top_p"),
-        (["--n", "0"], 2, "n must be >= 1"),
+        (["--n", "0"], 2, "n must be in [1, 65536]"),
         (["--model", "no_such_model"], 1, "no_such_model"),
         (["--model", "dummy:tiny", "--device", "cpu"], 2, "no tokenizer"),
         (["--device", "moon"], 2, "moon"),
@@ -258,3 +288,14 @@ def test_benchmark_results_are_shown_by_the_path_that_texts_cite(
     written = json.loads((tmp_path / "a" / "kernels.json").read_text())
     assert written["values"] == values
     assert written["torch"]
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("nanopd.ops.benchmark.bench_kernels", lambda *_: pytest.fail("measured first"))
+    monkeypatch.setattr("nanopd.engine.benchmark.bench_engine", lambda *_: pytest.fail("measured first"))
+    for command in ("bench-kernels", "bench-engine"):
+        assert run([command, "--device", "cpu", "--out", str(tmp_path / "file" / "x.json")]) == 1
+        assert "file" in capsys.readouterr().err

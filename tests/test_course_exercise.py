@@ -238,6 +238,14 @@ def test_unreadable_file_is_set_aside(tmp_path: Path) -> None:
     assert (tmp_path / "progress.unreadable.json").read_text() == '{"notebooks": {"00":'
 
 
+@pytest.mark.parametrize("record", [{"attempts": "x"}, {"hints": None}, {"solved_at": 5}, {"attempts": True}, 3, []])
+def test_a_record_of_other_types_is_unreadable(tmp_path: Path, record: Any) -> None:
+    path = tmp_path / "progress.json"
+    path.write_text(json.dumps({"notebooks": {"00": {"double": record}}}))
+    assert Progress(path).count_attempt("00", "double", solved=True).attempts == 1
+    assert path.with_suffix(".unreadable.json").is_file()
+
+
 def test_a_newer_file_with_more_fields_is_read(tmp_path: Path) -> None:
     path = tmp_path / "progress.json"
     path.write_text(json.dumps({"notebooks": {"00": {"x": {"attempts": 2, "mood": "good"}}}}))
@@ -247,6 +255,9 @@ def test_a_newer_file_with_more_fields_is_read(tmp_path: Path) -> None:
 def test_cache_dir_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nanopd.ops import compiler
 
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NANOPD_CACHE", "~/elsewhere")  # a quoted ~ reaches us as it is
+    assert cache_dir() == compiler.cache_dir() == tmp_path / "elsewhere"
     monkeypatch.setenv("NANOPD_CACHE", str(tmp_path))
     assert cache_dir() == tmp_path == compiler.cache_dir()
     monkeypatch.delenv("NANOPD_CACHE")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -28,8 +30,14 @@ Out = Annotated[Path | None, typer.Option(help="Also write the results as JSON t
 
 def run(arguments: list[str]) -> int:
     """Runs one command; returns its exit code: 1 when something failed, 2 when the caller can fix the arguments."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without Unicode shows ? for what it lacks
+            stream.reconfigure(errors="replace")
     try:
-        app(args=arguments, prog_name="nanopd")
+        code = _call(arguments)
+        if sys.stdout is not None:  # None: the shell closed it
+            sys.stdout.flush()  # a full disk shows here at the latest
+        return code
     except NanoPDError as error:
         # str(KeyError) puts quotes around the message; its argument is the message.
         message = error.args[0] if isinstance(error, KeyError) and error.args else error
@@ -40,6 +48,24 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:  # `nanopd ... | head`
         sys.stderr.close()
         return 1
+    except OSError as error:  # a file that cannot be written, a full disk
+        print(f"nanopd: {error}", file=sys.stderr)
+        _drop_stuck_output()
+        return 1
+
+
+def _drop_stuck_output() -> None:
+    """Close standard output if it cannot be written: else Python tries again at exit, and complains."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with suppress(OSError):
+            sys.stdout.close()
+
+
+def _call(arguments: list[str]) -> int:
+    try:
+        app(args=arguments, prog_name="nanopd")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0

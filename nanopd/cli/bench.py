@@ -17,6 +17,7 @@ def run_kernels(*, device: str | None, dtype: str | None, out: Path | None) -> N
     from nanopd.ops.benchmark import bench_kernels
 
     place = resolve_device(device)
+    _check_writable(out)
     _finish("kernels", bench_kernels(place, resolve_dtype(dtype, place)), str(place), out)
 
 
@@ -26,7 +27,16 @@ def run_engine(*, model: str, device: str | None, dtype: str | None, out: Path |
     from nanopd.model.loader import resolve_device, resolve_dtype
 
     place = resolve_device(device)
+    _check_writable(out)
     _finish("engine", bench_engine(model, place, resolve_dtype(dtype, place)), str(place), out)
+
+
+def _check_writable(out: Path | None) -> None:
+    """Raise OSError now rather than after minutes of measuring; leaves an existing file as it is."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with open(out, "a", encoding="utf-8"):
+            pass
 
 
 def _finish(title: str, values: Mapping[str, Any], device: str, out: Path | None) -> None:

@@ -197,6 +197,8 @@ def check_disk() -> Finding:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     found = f"{free / 1e9:.0f} GB free at {short(folder)}"
+    if not existing.is_dir():
+        return Finding("cache folder", "warn", f"{short(existing)} is no folder", "export NANOPD_CACHE=/another/folder")
     if not os.access(existing, os.W_OK):
         return Finding(
             "cache folder", "warn", f"{short(folder)} cannot be written", "export NANOPD_CACHE=/another/folder"

@@ -63,7 +63,7 @@ def describe(metrics: RequestMetrics, prompt_tokens: int) -> str:
 def _prompt(llm: LLM, prompt: str, chat: bool) -> str | list[int]:
     if llm.tokenizer is None:
         raise InvalidRequestError(
-            f"{llm.config.name} has random weights and no tokenizer: it cannot read or write text"
+            f"{llm.config.name} has no tokenizer (random weights have none): it cannot read or write text"
         )
     if not chat:
         return prompt

@@ -152,12 +152,17 @@ class Exercise:
         return f"{self.notebook}/{self.name}"
 
     def __repr__(self) -> str:
-        state = "solved" if self.progress.get(self.notebook, self.name).solved else "open"
+        state = "solved" if self._solved_before() else "open"
         return f"Exercise {self.id} ({state}): {self.title}. {len(self.hints)} hints: {self.name}.hint()"
 
     def _repr_html_(self) -> str:
-        solved = self.progress.get(self.notebook, self.name).solved
-        return exercise_html(self.id, self.title, solved, self.hints)
+        return exercise_html(self.id, self.title, self._solved_before(), self.hints)
+
+    def _solved_before(self) -> bool:
+        try:
+            return self.progress.get(self.notebook, self.name).solved
+        except OSError:  # a file that cannot be read must not hide the exercise
+            return False
 
     def _result(self, status: Status, message: str) -> CheckResult:
         return CheckResult(self.id, status, message)

@@ -24,7 +24,7 @@ except ImportError:  # Windows: one kernel at a time
 
 def cache_dir() -> Path:
     """The folder of everything nanopd keeps between runs (the same rule as the kernel and model caches)."""
-    return Path(os.environ.get("NANOPD_CACHE") or Path.home() / ".cache" / "nanopd")
+    return Path(os.environ.get("NANOPD_CACHE") or "~/.cache/nanopd").expanduser()
 
 
 @dataclass
@@ -40,6 +40,18 @@ class Record:
         return self.solved_at is not None
 
 
+def _record(data: dict[str, Any]) -> Record:
+    """Fields of a later version are left out. Raises TypeError for a value of another type."""
+    record = Record(**{key: value for key, value in data.items() if key in {field.name for field in fields(Record)}})
+    if (
+        type(record.attempts) is not int
+        or type(record.hints) is not int
+        or not isinstance(record.solved_at, str | None)
+    ):
+        raise TypeError(f"not a record of an exercise: {data}")
+    return record
+
+
 class Progress:
     """Records by notebook ("00") and exercise name. An unreadable file is set aside, never overwritten."""
 
@@ -49,15 +61,11 @@ class Progress:
     def read(self) -> dict[str, dict[str, Record]]:
         try:
             data = json.loads(self.path.read_text(encoding="utf-8"))
-            known = {field.name for field in fields(Record)}
             return {
-                str(notebook): {
-                    str(name): Record(**{k: v for k, v in record.items() if k in known})
-                    for name, record in records.items()
-                }
+                str(notebook): {str(name): _record(record) for name, record in records.items()}
                 for notebook, records in data["notebooks"].items()
             }
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # the latter: the cache "folder" is a file
             return {}
         except (ValueError, KeyError, TypeError, AttributeError):
             self.path.replace(self.path.with_suffix(".unreadable.json"))

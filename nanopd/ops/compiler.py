@@ -45,7 +45,7 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 def cache_dir() -> Path:
     """Where compiled kernels and converted models are kept: ``$NANOPD_CACHE``, else ``~/.cache/nanopd``."""
-    return Path(os.environ.get("NANOPD_CACHE") or Path.home() / ".cache" / "nanopd")
+    return Path(os.environ.get("NANOPD_CACHE") or "~/.cache/nanopd").expanduser()
 
 
 def csrc_dir() -> Path:
