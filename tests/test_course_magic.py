@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from nanopd.course.magic import CellCompileError, CellKernel
@@ -53,6 +54,35 @@ def test_kernel_can_be_compiled_again_with_other_defines(shell: Any) -> None:
     assert wider.options == ("-DFACTOR=16",) and wider.usage.shared_bytes == 64
     with pytest.raises(KernelCompileError, match="error"):
         wider.with_defines(FACTOR="oops")
+
+
+ONE = 'extern "C" __global__ void one(float* x) { x[0] = 1; }\n'
+
+
+def test_a_quoted_macro_may_hold_spaces(shell: Any) -> None:
+    shell.run_cell_magic("cuda", "-D 'VALUE=2 + 3'", ONE.replace("= 1", "= VALUE"))
+    one = shell.user_ns["one"]
+    assert one.with_defines(VALUE="4 - 1").options == ("'-DVALUE=4 - 1'",)
+    with pytest.raises(KernelCompileError):
+        one.with_defines(VALUE='"')
+
+
+def test_a_folder_of_headers_apart_from_its_option(shell: Any, tmp_path: Path) -> None:
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "a folder" / "seven.cuh").write_bytes(b"// latin-1: \xe9\n#define SEVEN 7\n")
+    shell.run_cell_magic("cuda", f"-I '{tmp_path}/a folder'", '#include "seven.cuh"\n' + ONE.replace("= 1", "= SEVEN"))
+    assert "one" in shell.user_ns
+
+
+def test_text_that_cannot_be_encoded_is_refused(shell: Any) -> None:
+    with pytest.raises(KernelCompileError, match="not valid Unicode"):
+        shell.run_cell_magic("cuda", "", ONE + "// \ud800\n")
+
+
+@pytest.mark.parametrize("name", ["-", "../x", "'\"'", "'a;b'"])
+def test_a_name_that_would_confuse_the_compiler_is_refused(shell: Any, name: str) -> None:
+    with pytest.raises(UsageError, match="the name"):
+        shell.run_cell_magic("cuda", name, ONE)
 
 
 def test_error_shows_the_line_as_jupyter_counts_it(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,7 +98,9 @@ class CellKernel:
         Raises:
             KernelCompileError: it does not compile this way.
         """
-        replaced = tuple(o for o in self.options if not any(re.match(rf"-D{key}(=|$)", o) for key in defines))
+        replaced = tuple(
+            o for o in self.options if not any(re.match(rf"'?-D{re.escape(key)}(=|'?$)", o) for key in defines)
+        )
         options = (*replaced, *define_options(defines))
         compiled = _compile(self.source, options, self.arch, self._label)
         return CellKernel(self.name, self.source, options, self.arch, self._label, compiled)
@@ -115,7 +117,7 @@ class CudaMagics(Magics):
     def cuda(self, line: str, cell: str) -> None:
         """Compile the cell and bind its kernels.
 
-        %%cuda [NAME] [-D MACRO=VALUE]... [--arch sm_XY] [other compiler options]
+        %%cuda [NAME] [-D MACRO=VALUE]... [-I FOLDER]... [--arch sm_XY] [other compiler options]
 
         ``#include "common.cuh"`` and the other headers of csrc are found. Line numbers in errors are those that
         JupyterLab shows beside the cell, the %%cuda line being 1.
@@ -140,6 +142,7 @@ def _parse(line: str) -> tuple[str, tuple[str, ...], str]:
     parser = MagicArgumentParser(prog="%%cuda", add_help=False)
     parser.add_argument("name", nargs="?", default="cell")
     parser.add_argument("-D", action="append", default=[], dest="defines", metavar="MACRO=VALUE")
+    parser.add_argument("-I", action="append", default=[], dest="folders", metavar="FOLDER")
     parser.add_argument("--arch")
     try:
         known, others = parser.parse_known_args(shlex.split(line))
@@ -150,7 +153,10 @@ def _parse(line: str) -> tuple[str, tuple[str, ...], str]:
         on_gpu = torch.cuda.is_available()
         arch = device_arch(torch.device("cuda", torch.cuda.current_device())) if on_gpu else DEFAULT_ARCH
     label = known.name if known.name.endswith(".cu") else f"{known.name}.cu"
-    return label, (*(f"-D{define}" for define in known.defines), *others), arch
+    if not re.fullmatch(r"\w[\w./ -]*", label):
+        raise UsageError(f"%%cuda: the name {known.name!r} may hold letters, digits, and . / - _ only")
+    options = (*(f"-D{define}" for define in known.defines), *(f"-I{folder}" for folder in known.folders), *others)
+    return label, tuple(map(shlex.quote, options)), arch
 
 
 def _compile(source: str, options: Sequence[str], arch: str, label: str) -> CompiledSource | None:

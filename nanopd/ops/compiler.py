@@ -133,7 +133,7 @@ def compile_source(
     Args:
         source: the text of one .cu file. Kernels should be ``extern "C"`` so that their names stay as written.
         options: ``-DNAME=VALUE``, ``-I folder``, ``--use_fast_math``, ``-lineinfo``, ``--maxrregcount=N``,
-            ``-std=c++17``.
+            ``-std=c++17``; each is split at spaces outside of quotes.
         arch: ``sm_80``, ``sm_90``, ``sm_90a``, ...
         name: how error messages call the source: ``name(line): error: ...``.
         include: folders searched for ``#include "..."``, before those of ``-I``; csrc by default.
@@ -161,7 +161,10 @@ def compile_with_log(
     folders = [str(folder) for folder in (include if include is not None else (csrc_dir(),))]
     arguments = _program_arguments(options)
     folders += arguments.pop("include_path", [])
-    key = _cache_key(source, options, arch, name, folders)
+    try:
+        key = _cache_key(source, options, arch, name, folders)
+    except UnicodeEncodeError as error:
+        raise KernelCompileError(f"{name} is not valid Unicode text: {error}") from error
     found = cache.get(key)
     if found is not None:
         return CompiledSource(found[0], found[1], arch)
@@ -184,7 +187,10 @@ def _program_arguments(options: Sequence[str]) -> dict[str, Any]:
     """Command-line spellings to the fields of cuda.core's ProgramOptions."""
     macros: list[str | tuple[str, str]] = []
     result: dict[str, Any] = {}
-    pending = [word for option in options for word in shlex.split(option)]
+    try:
+        pending = [word for option in options for word in shlex.split(option)]
+    except ValueError as error:
+        raise KernelCompileError(f"cannot read the compiler options {list(options)}: {error}") from error
     while pending:
         word = pending.pop(0)
         if word in ("-D", "-I") and pending:
@@ -227,15 +233,17 @@ def _cache_key(source: str, options: Sequence[str], arch: str, name: str, folder
             path = next((Path(folder) / header for folder in folders if (Path(folder) / header).is_file()), None)
             if path is not None and path not in seen:
                 seen.add(path)
-                text = path.read_text()
-                digest.update(header.encode() + b"\0" + text.encode() + b"\0")
-                pending.append(text)
+                content = path.read_bytes()
+                digest.update(header.encode() + b"\0" + content + b"\0")
+                pending.append(content.decode(errors="replace"))
     return digest.hexdigest()
 
 
 def define_options(defines: Mapping[str, object]) -> tuple[str, ...]:
-    """``{"HEAD_DIM": 128}`` to ``("-DHEAD_DIM=128",)``; bool becomes 0 or 1."""
-    return tuple(f"-D{key}={int(value) if isinstance(value, bool) else value}" for key, value in defines.items())
+    """``{"HEAD_DIM": 128}`` to ``("-DHEAD_DIM=128",)``; bool becomes 0 or 1. Quoted where the value has spaces."""
+    return tuple(
+        shlex.quote(f"-D{key}={int(value) if isinstance(value, bool) else value}") for key, value in defines.items()
+    )
 
 
 class KernelLibrary:
@@ -278,7 +286,7 @@ class KernelLibrary:
         key = (file, function, *defines.items(), tuple(options), arch)
         kernel = self._kernels.get(key)
         if kernel is None:
-            source = (csrc_dir() / file).read_text()
+            source = (csrc_dir() / file).read_text(encoding="utf-8")
             kernel = self.load(source, function, (*define_options(defines), *options), name=file, arch=arch)
             self._kernels[key] = kernel
         return kernel
