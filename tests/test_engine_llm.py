@@ -72,6 +72,16 @@ def test_two_engines_in_one_process_do_not_meet(tiny: LoadedModel) -> None:
     assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
 
 
+def test_a_second_llm_may_share_the_weights_of_the_first(tiny: LoadedModel) -> None:
+    one = make_llm(tiny)
+    two = make_llm(one, enable_prefix_caching=False)  # type: ignore[arg-type]
+    assert two.model is one.model and two.kv_cache is not one.kv_cache
+    one.close()
+    with pytest.raises(EngineClosedError, match="shared is closed"):
+        make_llm(one)  # type: ignore[arg-type]
+    assert len(two.generate(prompt_of(20), greedy(6), use_tqdm=False)[0].outputs[0].token_ids) == 6
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

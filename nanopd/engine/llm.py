@@ -38,7 +38,8 @@ class LLM:
     ``block_manager``, ``scheduler``, ``runner``, ``engine``.
 
     Args:
-        model: a name for ``load_model``, such as "smollm2" or "dummy:qwen3-8b", or a model that is loaded already.
+        model: a name for ``load_model``, such as "smollm2" or "dummy:qwen3-8b", a model that is loaded
+            already, or another ``LLM``, whose weights are then shared.
         device: default a GPU if there is one, else the CPU.
         dtype: default bfloat16 on a GPU, float32 on the CPU.
         block_size: tokens per KV block, a multiple of 8.
@@ -63,7 +64,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | LoadedModel = "smollm2",
+        model: str | os.PathLike[str] | LoadedModel | LLM = "smollm2",
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
@@ -90,7 +91,9 @@ class LLM:
         for name, flag in (("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager)):
             if not isinstance(flag, bool):
                 raise ConfigError(f"{name} must be True or False, got {flag!r}")
-        loaded = model if isinstance(model, LoadedModel) else load_model(model, device=device, dtype=dtype)
+        loaded = _shared(model) if isinstance(model, LLM) else model
+        if not isinstance(loaded, LoadedModel):
+            loaded = load_model(loaded, device=device, dtype=dtype)
         self.config = loaded.config
         self.tokenizer = loaded.tokenizer
         self.model = loaded.model
@@ -224,3 +227,9 @@ class LLM:
 
 def _is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shared(llm: LLM) -> LoadedModel:
+    if not hasattr(llm, "model"):
+        raise EngineClosedError("the LLM whose weights were to be shared is closed")
+    return LoadedModel(llm.config, llm.model, llm.tokenizer)
