@@ -12,7 +12,7 @@ import pytest
 from nanopd.course import translate, translate_docs, translate_notebooks
 from nanopd.course.glossary import Term, read_glossary, violations
 from nanopd.course.links import links, to_chinese
-from nanopd.course.texts import Root
+from nanopd.course.texts import Root, read_notebook
 from nanopd.errors import CourseError
 
 GLOSSARY = """# 术语
@@ -75,7 +75,7 @@ def write_notebook(root: Root, notebook: object) -> None:
 
 def read(root: Root, chinese: bool = False) -> dict:
     path = root.chinese(path_of(root)) if chinese else path_of(root)
-    return translate_notebooks.read_notebook(path)
+    return read_notebook(path)
 
 
 def edit(root: Root, cell_id: str, source: str) -> None:
@@ -274,3 +274,43 @@ def test_command_line(root: Root, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "update: locales/zh/00_why.po" in capsys.readouterr().out
     assert translate.main(["stamp"]) == 1
     assert translate.main(["publish"]) == 2
+
+
+NO_NOTEBOOKS = (
+    b"", b"{", b"[]", b"null", b"3", b"\xff", b'{"cells":3,"nbformat":4,"nbformat_minor":5,"metadata":{}}',
+    b'{"cells":[{"cell_type":"markdown"}],"nbformat":4,"nbformat_minor":5,"metadata":{}}', b'{"nbformat":3}',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("content", NO_NOTEBOOKS)
+def test_a_file_that_is_no_notebook_is_named(root: Root, content: bytes) -> None:
+    path_of(root).write_bytes(content)
+    for act in (translate.check, translate_notebooks.update, translate_notebooks.build):
+        with pytest.raises(CourseError, match=r"00_why\.ipynb"):
+            act(root)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"junk", b'msgctxt "x"\nmsgctxt "y"\nmsgid "a"\nmsgstr "b"'])
+def test_a_damaged_po_file_is_named_and_left_alone(root: Root, content: bytes) -> None:
+    path = root.po(path_of(root))
+    path.write_bytes(content)
+    for act in (translate.check, translate_notebooks.update, translate_notebooks.build):
+        with pytest.raises(CourseError, match=r"00_why\.po"):
+            act(root)
+    assert path.read_bytes() == content
+
+
+def test_a_damaged_built_notebook_is_built_again(root: Root) -> None:
+    built = root.chinese(path_of(root))
+    good = built.read_bytes()
+    built.write_bytes(b"\xff")
+    assert "run build" in complaint(root)
+    assert translate_notebooks.build(root) == [built]
+    assert built.read_bytes() == good
+
+
+def test_a_text_that_is_not_utf8_is_named(root: Root) -> None:
+    english = next(path for path in root.docs() if path.is_file())
+    english.write_bytes(b"\xff\xfe")
+    with pytest.raises(CourseError, match=english.name):
+        translate.check(root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import nbformat
@@ -19,7 +20,10 @@ def results(tmp_path: Path) -> Path:
     folder = tmp_path / "docs" / "results" / "card"
     folder.mkdir(parents=True)
     values = {"a": {"b": [4.961, {"c": 12}]}, "kv0.5": {"x": 3}, "driver": "580.1", "dead": {"n": 1}}
+    values |= {"zero": 0, "yes": True, "nan": math.nan, "huge": 10**400}
     (folder / "step.json").write_text(json.dumps({"gpu": "Card", "values": values}))
+    (folder / "cut.json").write_text("{")
+    (folder / "binary.json").write_bytes(b"\xff")
     return tmp_path / "docs" / "results"
 
 
@@ -58,6 +62,18 @@ def test_fill(results: Path, expression: str, shown: str) -> None:
         (marker("card/step.json#a.b.0 % 2:.2f", "1"), "unknown operator"),
         (marker("card/step.json#a.b.0 /:.2f", "1"), "ends in an operator"),
         (marker("two:.2f", "1"), "neither a number nor"),
+        (marker("1e400:.2f", "1"), "neither a number nor"),
+        (
+            marker("card/step.json#kv0.5.x / card/step.json#zero:.2f", "1"),
+            "cannot be computed: float division|division",
+        ),
+        (marker("card/step.json#driver * 2:.2f", "1"), "cannot be computed"),
+        (marker("card/step.json#huge * 2:.2f", "1"), "cannot be computed"),
+        (marker("card/step.json#huge:.2f", "1"), "too large"),
+        (marker("card/step.json#yes:.2f", "1"), "no number at 'yes'"),
+        (marker("card/step.json#nan:.2f", "1"), "nan at 'nan'"),
+        (marker("card/cut.json#a:.2f", "1"), "cut.json is not JSON"),
+        (marker("card/binary.json#a:.2f", "1"), "cannot read binary.json"),
         ("<!--r:card/step.json#a.b.0-->1<!--/r-->", "malformed"),
         ("<!--r:card/step.json#a.b.0:.2f-->1", "malformed"),
         ("<!--r:card/step.json#a.b.0:.2f-->1 " + marker("card/step.json#a.b.0:.2f", "1"), "malformed"),

@@ -10,9 +10,8 @@ import re
 import sys
 from pathlib import Path
 
-from nanopd.course.texts import Root, write_if_changed
+from nanopd.course.texts import Root, read_notebook, read_text, write_if_changed
 from nanopd.course.translate_docs import source_hash, stamp, stamped_hash
-from nanopd.course.translate_notebooks import read_notebook
 from nanopd.errors import CourseError
 
 _ROW = re.compile(r"^\| (?P<number>\d\d) \| (?P<question>.*?) \| (?P<build>.*?) \| (?P<state>[^|]*?) \|$", re.MULTILINE)
@@ -60,7 +59,7 @@ def filled_readmes(root: Root) -> list[tuple[Path, str, str]]:
     chinese = {number: twin if (twin := root.chinese(path)).is_file() else path for number, path in english.items()}
     found = []
     for name, notebooks in (("README.md", english), ("README.zh.md", chinese)):
-        text = (root.path / name).read_text(encoding="utf-8")
+        text = read_text(root.path / name)
         found.append((root.path / name, text, fill_map(text, notebooks, root, STATES[name])))
     return found
 

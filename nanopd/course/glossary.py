@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from nanopd.course.links import outside_code
-from nanopd.course.texts import Root
+from nanopd.course.texts import Root, read_text
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ def read_glossary(root: Root) -> list[Term]:
     if not path.is_file():
         return []
     terms = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in read_text(path).splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if not line.lstrip().startswith("|") or len(cells) < 3 or cells[0] == "English" or set(cells[0]) <= {"-", ":"}:
             continue

@@ -14,6 +14,7 @@ differs from its source or names something that does not exist.
 from __future__ import annotations
 
 import json
+import math
 import operator
 import re
 import sys
@@ -23,7 +24,7 @@ from typing import Any
 
 import nbformat
 
-from nanopd.course.texts import Root, markdown_files, write_if_changed
+from nanopd.course.texts import Root, markdown_files, read_notebook, read_text, write_if_changed
 from nanopd.errors import CourseError
 
 MARKER = re.compile(r"(?<!`)<!--r:(?P<expression>[^>]*?):(?P<format>[^:>]*)-->(?P<value>.*?)<!--/r-->", re.DOTALL)
@@ -54,7 +55,7 @@ def fill_values(text: str, results: Path, where: str = "text") -> str:
         value = evaluate(match["expression"], results, where)
         try:
             shown = format(value, match["format"])
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise CourseError(f"{where}: {match['expression']}: {error}") from None
         return f"<!--r:{match['expression']}:{match['format']}-->{shown}<!--/r-->"
 
@@ -68,7 +69,10 @@ def evaluate(expression: str, results: Path, where: str) -> Any:
     for symbol, term in zip(parts[1::2], parts[2::2], strict=False):
         if symbol not in _OPERATORS:
             raise CourseError(f"{where}: unknown operator {symbol!r} in {expression!r}; use * / + - with spaces around")
-        value = _OPERATORS[symbol](value, _term(term, results, where))
+        try:
+            value = _OPERATORS[symbol](value, _term(term, results, where))
+        except (TypeError, ArithmeticError) as error:  # a text, a division by zero
+            raise CourseError(f"{where}: {expression!r} cannot be computed: {error}") from None
     if len(parts) % 2 == 0:
         raise CourseError(f"{where}: {expression!r} ends in an operator")
     return value
@@ -77,17 +81,25 @@ def evaluate(expression: str, results: Path, where: str) -> Any:
 def _term(term: str, results: Path, where: str) -> Any:
     if "#" not in term:
         try:
-            return float(term)
+            number = float(term)
         except ValueError:
-            raise CourseError(f"{where}: {term!r} is neither a number nor file.json#key") from None
+            number = math.nan
+        if not math.isfinite(number):
+            raise CourseError(f"{where}: {term!r} is neither a number nor file.json#key")
+        return number
     name, key = term.split("#", 1)
     path = results / name
     if not path.is_file():
         raise CourseError(f"{where}: docs/results/{name} does not exist")
-    data = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        data = json.loads(read_text(path))
+    except ValueError as error:
+        raise CourseError(f"{where}: docs/results/{name} is not JSON: {error}") from None
     for top in (data.get("values"), data) if isinstance(data, dict) else (data,):
         found = _lookup(top, key)
-        if isinstance(found, int | float | str):
+        if isinstance(found, int | float | str) and not isinstance(found, bool):
+            if isinstance(found, float) and not math.isfinite(found):
+                raise CourseError(f"{where}: docs/results/{name} has {found} at {key!r}")
             return found
     raise CourseError(f"{where}: docs/results/{name} has no number at {key!r}")
 
@@ -112,11 +124,10 @@ def _lookup(data: Any, key: str) -> Any:
 def filled_files(root: Root) -> Iterator[tuple[Path, str, str]]:
     """(path, text now, text filled) of every Markdown file and English notebook. notebooks/zh is built, not filled."""
     for path in markdown_files(root):
-        now = path.read_text(encoding="utf-8")
+        now = read_text(path)
         yield path, now, fill_values(now, root.results, root.show(path))
     for path in root.notebooks():
-        now = path.read_text(encoding="utf-8")
-        notebook = nbformat.reads(now, as_version=4)
+        now, notebook = read_text(path), read_notebook(path)
         changed = False
         for cell in notebook.cells:
             if cell.cell_type == "markdown":

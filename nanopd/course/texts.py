@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nanopd.errors import CourseError
 
@@ -62,6 +63,25 @@ class Root:
         return path.relative_to(self.path).as_posix()
 
 
+def read_text(path: Path) -> str:
+    """A text of the course. Raises CourseError if it cannot be read or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CourseError(f"cannot read {path.name}: {error}") from None
+
+
+def read_notebook(path: Path) -> Any:
+    """A notebook as nbformat's objects. Raises CourseError if the file is none."""
+    import nbformat
+
+    text = read_text(path)
+    try:
+        return nbformat.reads(text, as_version=4)
+    except Exception as error:  # of a JSON text that is no notebook: whatever its first surprise leads to
+        raise CourseError(f"{path.name} is not a notebook: {type(error).__name__}: {error}") from None
+
+
 def markdown_files(root: Root) -> list[Path]:
     """Every Markdown file of the project, both languages."""
     return sorted(
@@ -75,7 +95,7 @@ def markdown_files(root: Root) -> list[Path]:
 
 def write_if_changed(path: Path, text: str) -> bool:
     """Writes only a changed text, so that nothing downstream is rebuilt for no reason. Returns whether it wrote."""
-    if path.is_file() and path.read_text(encoding="utf-8") == text:
+    if path.is_file() and path.read_text(encoding="utf-8", errors="replace") == text:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

@@ -9,7 +9,7 @@ from pathlib import Path
 from nanopd.course.glossary import Term, violations
 from nanopd.course.links import is_relative, links, to_chinese
 from nanopd.course.numbers import MARKER, strip_values
-from nanopd.course.texts import Root, write_if_changed
+from nanopd.course.texts import Root, read_text, write_if_changed
 from nanopd.errors import CourseError
 
 # A chapter has front matter; the README has a comment, since front matter would show on its page.
@@ -50,7 +50,7 @@ def stamp(root: Root, files: list[Path]) -> list[Path]:
         if path not in twins or not path.is_file():
             raise CourseError(f"{path} is not a Chinese chapter with an English source")
         source = twins[path]
-        text = _with_stamp(path.read_text(encoding="utf-8"), root.show(source), source_hash(source.read_text("utf-8")))
+        text = _with_stamp(read_text(path), root.show(source), source_hash(read_text(source)))
         if write_if_changed(path, text):
             changed.append(path)
     return changed
@@ -64,7 +64,7 @@ def check(root: Root, glossary: list[Term]) -> list[str]:
         if not twin.is_file():
             complaints.append(f"{root.show(twin)}: missing (translates {root.show(source)})")
             continue
-        english, chinese = source.read_text("utf-8"), twin.read_text("utf-8")
+        english, chinese = read_text(source), read_text(twin)
         if stamped_hash(chinese) != source_hash(english):
             complaints.append(f"{root.show(twin)}: stale; translate what changed in {root.show(source)}, then stamp it")
         complaints += [f"{root.show(twin)}: {text}" for text in _check_pair(english, chinese, source, root)]
@@ -80,7 +80,7 @@ def broken_links(root: Root) -> list[str]:
     """Relative links of the docs that lead to no file."""
     complaints = []
     for path in [*root.docs(), *(root.chinese(source) for source in root.docs())]:
-        for target in links(path.read_text("utf-8")) if path.is_file() else []:
+        for target in links(read_text(path)) if path.is_file() else []:
             if is_relative(target) and not (path.parent / target.partition("#")[0]).exists():
                 complaints.append(f"{root.show(path)}: link to {target}, which does not exist")
     return complaints

@@ -13,17 +13,10 @@ import polib
 from nanopd.course.glossary import Term, violations
 from nanopd.course.links import links, to_chinese
 from nanopd.course.numbers import MARKER, strip_values
-from nanopd.course.texts import Root, write_if_changed
+from nanopd.course.texts import Root, read_notebook, write_if_changed
 from nanopd.errors import CourseError
 
 _CHINESE = re.compile(r"[\u4e00-\u9fff]")
-
-
-def read_notebook(path: Path) -> Any:
-    try:
-        return nbformat.reads(path.read_text(encoding="utf-8"), as_version=4)
-    except (ValueError, KeyError) as error:
-        raise CourseError(f"{path.name} is not a notebook: {error}") from None
 
 
 def update(root: Root) -> list[Path]:
@@ -35,7 +28,7 @@ def update(root: Root) -> list[Path]:
     changed = []
     for notebook in root.notebooks():
         path = root.po(notebook)
-        old = {entry.msgctxt: entry for entry in polib.pofile(str(path), encoding="utf-8")} if path.is_file() else {}
+        old = _entries(path, obsolete=True)
         po = polib.POFile(wrapwidth=0, encoding="utf-8")
         po.header = f"Chinese texts of {root.show(notebook)}, one entry per Markdown cell, keyed by cell id."
         po.metadata = {"Language": "zh_CN", "MIME-Version": "1.0", "Content-Type": "text/plain; charset=UTF-8",
@@ -84,7 +77,7 @@ def check(root: Root, glossary: list[Term]) -> list[str]:
         twin = root.chinese(notebook)
         if not twin.is_file():
             complaints.append(f"{root.show(twin)}: missing; run build (make zh)")
-        elif twin.read_text(encoding="utf-8") != render(root, notebook):
+        elif twin.read_text(encoding="utf-8", errors="replace") != render(root, notebook):
             complaints.append(f"{root.show(twin)}: differs from {root.show(notebook)} + PO; run build (make zh)")
     for stray in set((root.path / "notebooks" / "zh").glob("*.ipynb")) - {root.chinese(n) for n in root.notebooks()}:
         complaints.append(f"{root.show(stray)}: has no English source")
@@ -136,12 +129,13 @@ def _entry(cell: Any, old: polib.POEntry | None) -> polib.POEntry:
     return entry
 
 
-def _entries(path: Path) -> dict[str, polib.POEntry]:
-    if not path.is_file():
+def _entries(path: Path, *, obsolete: bool = False) -> dict[str, polib.POEntry]:
+    if not path.exists():
         return {}
     try:
-        return {entry.msgctxt: entry for entry in polib.pofile(str(path), encoding="utf-8") if not entry.obsolete}
-    except OSError as error:
+        entries = polib.pofile(str(path), encoding="utf-8")
+        return {entry.msgctxt: entry for entry in entries if obsolete or not entry.obsolete}
+    except (OSError, UnicodeDecodeError) as error:
         raise CourseError(f"{path.name}: {error}") from None
 
 
