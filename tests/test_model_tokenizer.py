@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from nanopd.errors import InvalidRequestError, ModelLoadError
+from nanopd.errors import InvalidRequestError, InvalidTokenError, ModelLoadError
 from nanopd.model.embedded import embedded_model
 from nanopd.model.tokenizer import Tokenizer
 
@@ -77,6 +77,12 @@ def test_a_template_that_refuses_or_is_missing(ours):
     ours.chat_template = None
     with pytest.raises(InvalidRequestError, match="no chat template"):
         ours.apply_chat_template(CHAT)
+
+
+@pytest.mark.parametrize("ids", [None, 3, "x", ["a"], [1.5], [-1], [2**40]])
+def test_what_are_no_token_ids_cannot_be_decoded(ours, ids):
+    with pytest.raises(InvalidTokenError, match="cannot decode"):
+        ours.decode(ids)
 
 
 def test_files_of_a_folder(tmp_path):

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from nanopd.errors import InvalidRequestError, ModelLoadError
+from nanopd.errors import InvalidRequestError, InvalidTokenError, ModelLoadError
 from nanopd.model.checkpoint import read_json
 
 
@@ -85,8 +85,15 @@ class Tokenizer:
             raise InvalidRequestError(f"cannot tokenize {text!r:.80}: it is not valid Unicode text") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids. Bytes that are no complete UTF-8 character (yet) come out as U+FFFD."""
-        return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        """Text of token ids. Bytes that are no complete UTF-8 character (yet) come out as U+FFFD.
+
+        Raises:
+            InvalidTokenError: not a list of token ids.
+        """
+        try:
+            return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        except (TypeError, OverflowError) as error:
+            raise InvalidTokenError(f"cannot decode {token_ids!r:.80}: {error}") from error
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """Lay out a conversation as the text the model was tuned on. Encode it with ``add_special_tokens=False``.
