@@ -70,13 +70,11 @@ def test_mixed_batch_of_16(smollm2, prompts, answers, chunk_size, prefix_cache) 
 
     llm.engine.on_step = watch
     order = random.Random(7).sample(range(len(prompts)), len(prompts))  # the long ones somewhere in the middle
-    if prefix_cache and chunk_size in (16, 64):
-        order = [i for i in order if len(prompts[i]) < 1000]  # it takes a hundred steps, which the other case takes
     outputs = run_staggered(llm, [prompts[i] for i in order], [greedy(NUM_TOKENS)] * len(order))
     check_tokens([t[0] for t in tokens_of(outputs)], [answers[i] for i in order])
     check_clean(llm)
     assert mixed >= 5
-    if chunk_size in (256, None):  # with small chunks prompts trickle in more slowly than others finish
+    if chunk_size in (256, None):
         assert most_running >= (16 if chunk_size is None else 12)
     if prefix_cache:  # once more, now with the prompts' blocks in the cache, all at once
         outputs = llm.generate([prompts[i] for i in order], greedy(NUM_TOKENS), use_tqdm=False)
@@ -87,21 +85,25 @@ def test_mixed_batch_of_16(smollm2, prompts, answers, chunk_size, prefix_cache) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("chunk_size", "lengths"),
-    [(16, [1, 16, 17, 33, 100]), (64, [5, 64, 65, 150]), (256, [31, 400, 2000]), (None, [9, 48, 400])],
-)
-def test_alone(smollm2, prompts, answers, chunk_size, lengths) -> None:
-    """One request at a time, so that every step is one chunk or one decode."""
-    llm = make_llm(smollm2, chunk_size=chunk_size, enable_prefix_caching=False)
-    for i in [i for i, (_, length) in enumerate(PROMPTS) if length in lengths]:
-        (output,) = llm.generate([prompts[i]], greedy(NUM_TOKENS), use_tqdm=False)
-        assert output.outputs[0].token_ids == answers[i].tokens, PROMPTS[i]
+@pytest.mark.parametrize("chunk_size", [16, 64])
+def test_sixteen_decode_while_chunks_are_small(smollm2, prompts, answers, chunk_size) -> None:
+    """In the test above, prompts cut this small trickle in more slowly than others finish. Here they are short."""
+    most_decodes = 0
+
+    def watch(record) -> None:
+        nonlocal most_decodes
+        most_decodes = max(most_decodes, record.plan.num_decodes)
+
+    llm = make_llm(smollm2, chunk_size=chunk_size, enable_prefix_caching=False, on_step=watch)
+    short = [i for i, (_, length) in enumerate(PROMPTS) if length <= 5] * 4
+    outputs = llm.generate([prompts[i] for i in short], greedy(NUM_TOKENS), use_tqdm=False)
+    check_tokens([t[0] for t in tokens_of(outputs)], [answers[i] for i in short])
+    assert len(short) == most_decodes == 16
     check_clean(llm)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("chunk_size", "prefix_cache"), [(16, False), (64, True), (256, True), (None, False)])
+@pytest.mark.parametrize(("chunk_size", "prefix_cache"), [(c, p) for c in CHUNKS for p in (False, True)])
 def test_preemption(smollm2, prompts, answers, chunk_size, prefix_cache) -> None:
     """A pool of 15 blocks for 17 prompts that want 93: requests are thrown out and computed again."""
     chosen = [i for i, (_, length) in enumerate(PROMPTS) if length <= 100]
