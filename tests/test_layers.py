@@ -51,11 +51,11 @@ INTRODUCED = {
     3: (),
     4: ("engine", "model"),
     5: ("transfer", "workers"),
-    6: ("costmodel",),
-    7: ("router",),
-    8: ("bench",),
-    9: ("sim",),
-    10: (),
+    6: (),
+    7: ("costmodel",),
+    8: ("router",),
+    9: ("bench",),
+    10: ("sim",),
     11: (),
 }
 CONFIG_NAMES = {"ModelConfig", "preset", "presets", "config"}  # of nanopd.model, before notebook 04
