@@ -1,4 +1,5 @@
-// copy_blocks, gather_blocks, scatter_blocks: whole KV blocks from here to there, in all layers, keys and values.
+// copy_blocks, transfer_blocks, gather_blocks, scatter_blocks: whole KV blocks from here to there, in all layers, keys and
+// values.
 //
 // The cache is seen as `planes` (layer, key or value) of `cache_blocks` blocks; a block is BLOCK_VECS vectors of 16 bytes
 // and contiguous. The work is cut into tiles of THREADS * UNROLL vectors regardless of block borders, so that small
@@ -49,6 +50,15 @@ copy_blocks(uint4* cache, const i64* __restrict__ src, const i64* __restrict__ d
   move_tile(cache, cache, num_moved, planes,
             [&](u32 plane, u32 i) { return plane * cache_blocks + src[i]; },
             [&](u32 plane, u32 i) { return plane * cache_blocks + dst[i]; });
+}
+
+// From one pool straight into another, which may hold another number of blocks.
+extern "C" __global__ void __launch_bounds__(THREADS)
+transfer_blocks(const uint4* __restrict__ source, uint4* __restrict__ target, const i64* __restrict__ src,
+                const i64* __restrict__ dst, int num_moved, int planes, i64 source_blocks, i64 target_blocks) {
+  move_tile(source, target, num_moved, planes,
+            [&](u32 plane, u32 i) { return plane * source_blocks + src[i]; },
+            [&](u32 plane, u32 i) { return plane * target_blocks + dst[i]; });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

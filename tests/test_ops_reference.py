@@ -180,6 +180,33 @@ def test_block_copies() -> None:
     assert torch.equal(cache[:, :, [1, 2, 3, 4, 6, 7, 8, 9]], before[:, :, [1, 2, 3, 4, 6, 7, 8, 9]])
 
 
+def test_transfer_between_pools_of_different_sizes() -> None:
+    source, destination = torch.randn(3, 2, 10, 8, 2, 64), torch.randn(3, 2, 4, 8, 2, 64)
+    before = destination.clone()
+    kept = source.clone()
+    OPS.transfer_blocks(source, destination, torch.tensor([9, 0]), torch.tensor([0, 3]))
+    assert torch.equal(source, kept)
+    for block, expected in enumerate((kept[:, :, 9], before[:, :, 1], before[:, :, 2], kept[:, :, 0])):
+        assert torch.equal(destination[:, :, block], expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((3, 2, 4, 8, 1, 64), torch.float32, r"\(3, 2, 10, 8, 2, 64\).*\(3, 2, 4, 8, 1, 64\).*num_blocks"),
+        ((2, 2, 4, 8, 2, 64), torch.float32, "num_blocks"),
+        ((3, 2, 4, 8, 2, 64), torch.bfloat16, "float32.*bfloat16"),
+        ((3, 1, 4, 8, 2, 64), torch.float32, "destination has shape"),
+    ],
+)
+def test_transfer_between_unlike_pools_is_refused(shape: tuple[int, ...], dtype: torch.dtype, message: str) -> None:
+    source, ids = torch.zeros(3, 2, 10, 8, 2, 64), torch.tensor([1])
+    with pytest.raises(UnsupportedShapeError, match=message):
+        OPS.transfer_blocks(source, torch.zeros(shape, dtype=dtype), ids, ids)
+    with pytest.raises(UnsupportedShapeError, match=r"destination_blocks.*\[1\]"):
+        OPS.transfer_blocks(source, source.clone(), ids, torch.tensor([1, 2]))
+
+
 def test_rms_norm_by_hand() -> None:
     x, weight, residual = torch.randn(4, 96, dtype=F64), torch.randn(96, dtype=F64), torch.randn(4, 96, dtype=F64)
 

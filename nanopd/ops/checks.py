@@ -106,10 +106,10 @@ def prefill_attention(
     index("cu_seqlens_q", cu_seqlens_q, torch.int32, num_seqs + 1)
 
 
-def whole_cache(kv_cache: Tensor) -> None:
+def whole_cache(kv_cache: Tensor, name: str = "kv_cache") -> None:
     if kv_cache.dim() != 6 or kv_cache.shape[1] != 2 or not kv_cache.is_contiguous():
         raise fail(
-            f"kv_cache has shape {tuple(kv_cache.shape)}; contiguous "
+            f"{name} has shape {tuple(kv_cache.shape)}; contiguous "
             "[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim] is needed"
         )
 
@@ -118,6 +118,21 @@ def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
     whole_cache(kv_cache)
     index("src", src, torch.int64, src.numel())
     index("dst", dst, torch.int64, src.numel())
+
+
+def transfer_blocks(source: Tensor, destination: Tensor, source_blocks: Tensor, destination_blocks: Tensor) -> None:
+    whole_cache(source, "source")
+    whole_cache(destination, "destination")
+    layouts = [(x.dtype, *x.shape[:2], *x.shape[3:]) for x in (source, destination)]
+    if layouts[0] != layouts[1]:
+        raise fail(
+            f"source is {source.dtype} {tuple(source.shape)}, destination {destination.dtype}"
+            f" {tuple(destination.shape)}; only num_blocks (the third size) may differ"
+        )
+    if source.device != destination.device:
+        raise fail(f"source lies on {source.device}, destination on {destination.device}; one device is needed")
+    index("source_blocks", source_blocks, torch.int64, source_blocks.numel())
+    index("destination_blocks", destination_blocks, torch.int64, source_blocks.numel())
 
 
 def move_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor | None) -> None:

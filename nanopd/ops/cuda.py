@@ -33,6 +33,7 @@ class CudaOps:
 
     Args:
         device: a CUDA device.
+        num_sms: how many of its SMs the kernels will find, if they run in an SM partition; see ``PagedAttention``.
 
     Raises:
         CudaUnavailableError: no such GPU, or cuda-core is missing.
@@ -40,9 +41,10 @@ class CudaOps:
 
     name = "cuda"
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, num_sms: int | None = None) -> None:
         self.library = KernelLibrary(torch.device(device))
         self.device = self.library.device
+        self.num_sms = num_sms
         self._kernels: dict[tuple[object, ...], Kernel] = {}
         self._attention: PagedAttention | None = None
 
@@ -54,7 +56,7 @@ class CudaOps:
         if self._attention is None:
             from nanopd.ops.attention import PagedAttention
 
-            self._attention = PagedAttention(self.library)
+            self._attention = PagedAttention(self.library, num_sms=self.num_sms)
         return self._attention
 
     def paged_decode_attention(
@@ -102,21 +104,31 @@ class CudaOps:
 
     def copy_blocks(self, kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
         checks.copy_blocks(kv_cache, src, dst)
-        self._move_blocks("copy_blocks", kv_cache, src.shape[0], kv_cache, src, dst)
+        self._move_blocks("copy_blocks", src.shape[0], kv_cache, src, dst)
+
+    def transfer_blocks(
+        self, source: Tensor, destination: Tensor, source_blocks: Tensor, destination_blocks: Tensor
+    ) -> None:
+        checks.transfer_blocks(source, destination, source_blocks, destination_blocks)
+        _check_vectors("destination", destination.data_ptr())
+        tensors = (source, destination, source_blocks, destination_blocks)
+        self._move_blocks("transfer_blocks", source_blocks.shape[0], *tensors, more=(destination.shape[2],))
 
     def gather_blocks(self, kv_cache: Tensor, block_ids: Tensor, out: Tensor | None = None) -> Tensor:
         checks.move_blocks(kv_cache, block_ids, out)
         if out is None:
             shape = (*kv_cache.shape[:2], block_ids.shape[0], *kv_cache.shape[3:])
             out = torch.empty(shape, dtype=kv_cache.dtype, device=kv_cache.device)
-        self._move_blocks("gather_blocks", kv_cache, block_ids.shape[0], kv_cache, out, block_ids)
+        self._move_blocks("gather_blocks", block_ids.shape[0], kv_cache, out, block_ids)
         return out
 
     def scatter_blocks(self, staging: Tensor, kv_cache: Tensor, block_ids: Tensor) -> None:
         checks.move_blocks(kv_cache, block_ids, staging)
-        self._move_blocks("scatter_blocks", kv_cache, block_ids.shape[0], kv_cache, staging, block_ids)
+        self._move_blocks("scatter_blocks", block_ids.shape[0], kv_cache, staging, block_ids)
 
-    def _move_blocks(self, function: str, kv_cache: Tensor, num_moved: int, *tensors: Tensor) -> None:
+    def _move_blocks(
+        self, function: str, num_moved: int, kv_cache: Tensor, *others: Tensor, more: tuple[int, ...] = ()
+    ) -> None:
         if num_moved == 0:
             return
         self._check_scalar(kv_cache)
@@ -126,7 +138,7 @@ class CudaOps:
         planes = 2 * num_layers
         kernel = self._kernel("move_blocks.cu", function, BLOCK_VECS=block_elements // _VEC)
         grid = -(-num_moved * planes * block_elements // (_VEC * _MOVE_TILE))
-        kernel(grid, 256, *tensors, num_moved, planes, num_blocks)
+        kernel(grid, 256, kv_cache, *others, num_moved, planes, num_blocks, *more)
 
     # --- between the matrix products ---------------------------------------------------------------------------
 
@@ -336,7 +348,7 @@ def variants() -> Iterator[tuple[str, str, dict[str, object]]]:
     """(file, function, defines) of what CudaOps compiles for the shape presets and for odd sizes; CI compiles these."""
     for row_vecs in (16, 24, 128):  # one head of 128, SmolLM2's 3 x 64, eight heads of 128
         yield "store_kv.cu", "store_kv", {"ROW_VECS": row_vecs}
-        for function in ("copy_blocks", "gather_blocks", "scatter_blocks"):
+        for function in ("copy_blocks", "transfer_blocks", "gather_blocks", "scatter_blocks"):
             yield "move_blocks.cu", function, {"BLOCK_VECS": 16 * row_vecs}
     for scalar in SCALARS.values():
         for row in (64, 96, 128, 256, 576, 896, 1024, 1536, 2048, 4096, 5120, 8192):

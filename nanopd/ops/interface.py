@@ -98,6 +98,18 @@ class Ops(Protocol):
         """
         ...
 
+    def transfer_blocks(
+        self, source: Tensor, destination: Tensor, source_blocks: Tensor, destination_blocks: Tensor
+    ) -> None:
+        """Copy whole blocks of one cache straight into another: block ``destination_blocks[i]`` of ``destination``
+        becomes block ``source_blocks[i]`` of ``source``, all layers, keys and values, in one pass.
+
+        Args:
+            source, destination: two caches on one device, alike in dtype and in every size but ``num_blocks``.
+            source_blocks, destination_blocks: [N] int64 on that device; the latter distinct.
+        """
+        ...
+
     def gather_blocks(self, kv_cache: Tensor, block_ids: Tensor, out: Tensor | None = None) -> Tensor:
         """Collect scattered blocks into contiguous memory, ready for one large transfer.
 

@@ -92,6 +92,12 @@ class ReferenceOps:
         checks.copy_blocks(kv_cache, src, dst)
         kv_cache[:, :, dst] = kv_cache[:, :, src]
 
+    def transfer_blocks(
+        self, source: Tensor, destination: Tensor, source_blocks: Tensor, destination_blocks: Tensor
+    ) -> None:
+        checks.transfer_blocks(source, destination, source_blocks, destination_blocks)
+        destination[:, :, destination_blocks] = source[:, :, source_blocks]
+
     def gather_blocks(self, kv_cache: Tensor, block_ids: Tensor, out: Tensor | None = None) -> Tensor:
         checks.move_blocks(kv_cache, block_ids, out)
         if out is None:

@@ -104,6 +104,20 @@ def test_block_movers(ops: CudaOps, moved: int, block_size: int, hkv: int, d: in
     assert torch.equal(cache, before)
 
 
+@pytest.mark.parametrize("moved", [1, 3, 37])
+@pytest.mark.parametrize(("block_size", "hkv", "d"), [(8, 1, 64), (16, 3, 64), (16, 8, 128), (8, 5, 256)])
+def test_transfer_blocks(ops: CudaOps, moved: int, block_size: int, hkv: int, d: int) -> None:
+    source = randn(3, 2, 80, block_size, hkv, d, dtype=torch.bfloat16)
+    kept = source.clone()
+    destination = torch.full((3, 2, 50, block_size, hkv, d), NAN, dtype=torch.bfloat16, device="cuda")
+    expected = destination.clone()
+    src, dst = torch.randperm(80, device="cuda")[:moved], torch.randperm(50, device="cuda")[:moved]
+    ops.transfer_blocks(source, destination, src, dst)
+    expected[:, :, dst] = kept[:, :, src]
+    assert torch.equal(bits(destination), bits(expected))
+    assert torch.equal(source, kept)
+
+
 def test_copy_one_block_to_many(ops: CudaOps) -> None:
     cache = randn(2, 2, 20, 16, 2, 64, dtype=torch.float16)
     before = cache.clone()
@@ -306,6 +320,7 @@ def test_no_tokens_is_no_launch(ops: CudaOps) -> None:
     none = torch.empty(0, dtype=torch.int64, device="cuda")
     ops.store_kv(k, v, cache[0, 0], cache[0, 1], none)
     ops.copy_blocks(cache, none, none)
+    ops.transfer_blocks(cache, cache, none, none)
     assert ops.gather_blocks(cache, none).numel() == 0
     ops.rope(q, k, none, torch.zeros(4, 64, device="cuda"))
     assert ops.rms_norm(q, torch.ones(64, dtype=torch.bfloat16, device="cuda"), 1e-6).shape == q.shape
