@@ -1,0 +1,56 @@
+"""Router: where a request runs, and the state machine that carries it there. Plain Python. Names load on first use."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanopd.router.central import CentralConfig, CentralScheduler
+    from nanopd.router.decision import Decision, Path, Policy
+    from nanopd.router.policies import AlwaysCollocated, AlwaysDisaggregated, RoundRobin, make_policy
+    from nanopd.router.predictor import OutputLengthPredictor
+    from nanopd.router.server import Server
+    from nanopd.router.slo import SloAware
+    from nanopd.router.snapshot import Snapshot, WorkerSnapshot
+
+_HOME = {
+    "AlwaysCollocated": "policies",
+    "AlwaysDisaggregated": "policies",
+    "CentralConfig": "central",
+    "CentralScheduler": "central",
+    "Decision": "decision",
+    "OutputLengthPredictor": "predictor",
+    "Path": "decision",
+    "Policy": "decision",
+    "RoundRobin": "policies",
+    "Server": "server",
+    "SloAware": "slo",
+    "Snapshot": "snapshot",
+    "WorkerSnapshot": "snapshot",
+    "make_policy": "policies",
+}
+
+__all__ = [
+    "AlwaysCollocated",
+    "AlwaysDisaggregated",
+    "CentralConfig",
+    "CentralScheduler",
+    "Decision",
+    "OutputLengthPredictor",
+    "Path",
+    "Policy",
+    "RoundRobin",
+    "Server",
+    "SloAware",
+    "Snapshot",
+    "WorkerSnapshot",
+    "make_policy",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

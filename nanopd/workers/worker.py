@@ -1,0 +1,175 @@
+"""Worker: one place where steps run. A scheduler over a pool of KV blocks, and a runner on a device.
+
+The three roles differ in how a request comes in and leaves:
+
+* a `CollocatedWorker` computes the prompt and the output, one step may mix both;
+* a `PrefillWorker` computes prompts and gives the request away with its first token;
+* a `DecodeWorker` reserves blocks and a seat for a request before its prefill starts, and takes it over with its KV.
+
+Policy only: no tensor, no thread, no clock. The scheduler is the engine's own, with the same continuous batching in
+all three roles; so a decode worker whose pool runs out preempts, and recomputes by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from enum import StrEnum
+from typing import Any
+
+from nanopd.engine.request import Request
+from nanopd.engine.scheduler import Scheduler
+from nanopd.errors import ConfigError, OutOfBlocksError, UnknownRequestError
+from nanopd.kv.block_manager import BlockLease, BlockManager, BlockTable
+from nanopd.kv.fingerprint import LayoutFingerprint
+
+
+class Role(StrEnum):
+    COLLOCATED = "collocated"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Worker:
+    """What the roles share.
+
+    Args:
+        name: unique among the workers of a cluster.
+        scheduler: its policy. Workers that share a pool have one ``block_manager`` in their schedulers.
+        runner: carries out plans, see ``nanopd.engine.engine.Runner``; a driver's business, policy never calls it.
+        fingerprint: layout of its pool.
+        place: where it runs, in words ("cuda:0, 84 SMs").
+        profile: key of its step-time model; None for the default one.
+        enter: called once by the thread that will run its steps: the context in which it does (stream, cores).
+    """
+
+    role: Role
+
+    def __init__(
+        self,
+        name: str,
+        scheduler: Scheduler,
+        runner: Any,
+        fingerprint: LayoutFingerprint,
+        *,
+        place: str = "",
+        profile: str | None = None,
+        enter: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"a worker's name must be a non-empty str, got {name!r}")
+        self.name = name
+        self.scheduler = scheduler
+        self.runner = runner
+        self.fingerprint = fingerprint
+        self.place = place
+        self.profile = profile
+        self.enter = enter
+        self.alive = True  # False once it failed for good: it gets no more requests
+
+    @property
+    def block_manager(self) -> BlockManager:
+        return self.scheduler.block_manager
+
+    def shares_pool_with(self, other: Worker) -> bool:
+        """Whether a block id means the same memory to both."""
+        return self.block_manager is other.block_manager
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request here. Raises what ``Scheduler.add`` raises."""
+        self.scheduler.add(request, now)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {self.place or 'nowhere'})"
+
+
+class CollocatedWorker(Worker):
+    """Prefill and decode in one place: the engine of the chapters before."""
+
+    role = Role.COLLOCATED
+
+
+class PrefillWorker(Worker):
+    """Computes prompts, in chunks, batched, with a prefix cache; each request leaves with its first token."""
+
+    role = Role.PREFILL
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request. With ``request.table`` set (a shared pool) its KV goes into the blocks reserved there."""
+        request.hand_off = True
+        super().add(request, now)
+
+    def pin(self, request: Request) -> BlockLease:
+        """Hold the request's blocks for a transfer that reads them, whatever becomes of the request."""
+        if request.table is None:
+            raise UnknownRequestError(f"request {request.request_id!r} holds no blocks on {self.name}")
+        return self.block_manager.pin(request.table)
+
+    def give_away(self, request: Request) -> BlockTable:
+        """Let a prefilled request go. The table is the caller's: to free, or to pass on within a shared pool."""
+        return self.scheduler.detach(request)
+
+
+class DecodeWorker(Worker):
+    """Continuous batching of requests whose prompt was computed elsewhere.
+
+    A reservation is a seat and blocks, taken before the prefill starts, so that whoever has been prefilled can run.
+    """
+
+    role = Role.DECODE
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reserved: dict[str, BlockTable] = {}  # by request id; holds a seat each
+
+    @property
+    def num_free_seats(self) -> int:
+        return self.scheduler.num_free_seats - len(self.reserved)
+
+    def reserve(self, request: Request, growth: int) -> BlockTable | None:
+        """Blocks for all of the request's tokens and ``growth`` more, cached prefix included, and a seat.
+
+        None if there is no room now, or if requests of its own wait here: those would have to preempt the newcomer.
+        Raises DuplicateRequestError or PromptTooLongError if the request can never run here.
+        """
+        self.scheduler.check_attachable(request)
+        if self.num_free_seats < 1 or self.scheduler.waiting:
+            return None
+        blocks = self.block_manager
+        table = blocks.match_prefix(request.all_token_ids)
+        most = min(request.num_tokens + max(growth, 1), request.token_limit, self.scheduler.config.max_model_len)
+        slots = max(most, request.num_tokens) - table.num_tokens
+        if not blocks.can_append(table, slots, keep_watermark=True) and not self._fits_alone(table, slots):
+            blocks.free(table)
+            return None
+        blocks.append_slots(table, slots)  # no copy: whole cached blocks only
+        self.reserved[request.request_id] = table
+        return table
+
+    def _fits_alone(self, table: BlockTable, slots: int) -> bool:
+        """With nobody here to protect, the watermark would only lock out a large prompt."""
+        nobody = not self.reserved and self.scheduler.num_free_seats == self.scheduler.config.max_num_seqs
+        return nobody and self.block_manager.can_append(table, slots)
+
+    def take_over(self, request: Request, now: float) -> None:
+        """Run a request whose KV has arrived in the blocks reserved for it. It is detached from its prefill worker."""
+        table = self.reserved.pop(request.request_id, None)
+        if table is None:
+            raise UnknownRequestError(f"request {request.request_id!r} has no reservation on {self.name}")
+        computed = request.num_computed_tokens
+        if table.num_committed < computed:
+            self.block_manager.commit(table, request.all_token_ids[table.num_committed : computed])
+        request.table = table
+        self.scheduler.attach(request, now)
+
+    def release(self, request_id: str) -> None:
+        """Give a reservation back. Only when nothing writes to its blocks any more."""
+        self.block_manager.free(self.reserved.pop(request_id))
+
+
+def check_pool(worker: Worker) -> None:
+    """Raise OutOfBlocksError unless every block of an idle worker's pool is free: nothing leaked."""
+    blocks = worker.block_manager
+    if blocks.num_free_blocks != blocks.num_blocks:
+        held = blocks.num_blocks - blocks.num_free_blocks
+        raise OutOfBlocksError(f"{held} of {blocks.num_blocks} blocks of {worker.name} are held by nobody")
