@@ -27,8 +27,11 @@ class Admission:
             self._queues.check_new(request.sibling_id(index))
         self.check_length(request)
 
-    def check_length(self, request: Request) -> None:
-        """Raise PromptTooLongError unless the request fits the model's length, and the pool when alone in it."""
+    def check_length(self, request: Request, hand_off: bool | None = None) -> None:
+        """Raise PromptTooLongError unless the request fits the model's length, and the pool when alone in it.
+
+        ``hand_off``: instead of the request's own.
+        """
         num_prompt, max_tokens = request.num_prompt_tokens, request.params.max_tokens
         max_len = self._config.max_model_len
         if num_prompt + min(max_tokens, 1) > max_len:
@@ -38,8 +41,8 @@ class Admission:
             )
         # The last token sampled is never computed, so it needs no slot; nor does any output of a prefill-only worker.
         num_slots = max(num_prompt, min(num_prompt + max_tokens, max_len) - 1)
-        if request.hand_off:
-            num_slots = num_prompt
+        if request.hand_off if hand_off is None else hand_off:
+            num_slots = request.num_tokens
         pool = self._blocks.num_blocks * self._blocks.block_size
         if num_slots > pool:
             raise PromptTooLongError(

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from nanopd.engine.desk import OutputDesk
 from nanopd.engine.detokenizer import Tokenizer
 from nanopd.engine.generate import OutputStream, generate_all
 from nanopd.engine.interrupts import InterruptGuard
@@ -19,7 +20,7 @@ from nanopd.engine.jobs import Job, OutputCallback
 from nanopd.engine.outputs import RequestOutput
 from nanopd.engine.plan import StepPlan
 from nanopd.engine.prompts import Prompt, check_params, encode_prompt, prompt_list
-from nanopd.engine.request import FinishReason, Request
+from nanopd.engine.request import Request
 from nanopd.engine.sampling_params import SamplingParams
 from nanopd.engine.scheduler import Scheduler
 from nanopd.errors import (
@@ -96,18 +97,14 @@ class Engine:
         self.num_steps = 0
         self.num_generated_tokens = 0
         self._random = random.Random(seed)
-        self._jobs: dict[str, Job] = {}
-        self._watched: dict[str, Job] = {}  # those of which each token must be looked at
-        self._ready: list[RequestOutput] = []  # for `poll`
-        self._callbacks: deque[tuple[OutputCallback, RequestOutput]] = deque()
+        self._desk = OutputDesk()
         self._abandoned: deque[str] = deque()  # to be aborted by whoever takes the lock next
         self._num_ids = 0
         self._step_start = 0.0
         self._closed = False
         self.interrupt_guard = InterruptGuard()
         self._lock = threading.RLock()  # guards all state; never held while the runner executes
-        self._step_lock = threading.RLock()  # one step at a time; taken before the others
-        self._callback_lock = threading.RLock()  # callbacks in the order of their outputs; taken before `_lock`
+        self._step_lock = threading.RLock()  # one step at a time; taken before the other
 
     # --- requests --------------------------------------------------------------------------------------------
 
@@ -135,7 +132,7 @@ class Engine:
                 token_ids, SamplingParams() if params is None else params, request_id, arrival_time
             )
             self._queue(request, text, stream, on_output)
-        self._run_callbacks()
+        self._desk.run_callbacks()
         return request.request_id
 
     def add_requests(
@@ -153,7 +150,7 @@ class Engine:
             requests = [self._make_request(ids, p, None, None) for (ids, _), p in zip(tokenized, params, strict=True)]
             for request, (_, text) in zip(requests, tokenized, strict=True):
                 self._queue(request, text, False, on_output)
-        self._run_callbacks()
+        self._desk.run_callbacks()
         return [request.request_id for request in requests]
 
     def abort(self, request_id: str) -> None:
@@ -163,10 +160,10 @@ class Engine:
         """
         with self._bookkeeping():
             self._check_open()
-            if request_id not in self._jobs:
+            if request_id not in self._desk.jobs:
                 raise UnknownRequestError(f"no request {request_id!r} is in flight")
-            self._close_sequences(self.scheduler.abort(request_id, self.clock()))
-        self._run_callbacks()
+            self._desk.close(self.scheduler.abort(request_id, self.clock()))
+        self._desk.run_callbacks()
 
     def abandon(self, request_id: str) -> None:
         """``abort`` for the garbage collector: never raises, and changes nothing in the middle of a change.
@@ -186,18 +183,18 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether requests are in flight."""
-        return bool(self._jobs)
+        return bool(self._desk.jobs)
 
     def is_unfinished(self, request_id: str) -> bool:
-        return request_id in self._jobs
+        return request_id in self._desk.jobs
 
     def close(self) -> None:
         """Abort everything, wait for the step that runs, free all blocks. Calls after this raise EngineClosedError."""
         with self._bookkeeping():
             self._closed = True
-            for request_id in list(self._jobs):
-                self._close_sequences(self.scheduler.abort(request_id, self.clock()))
-        self._run_callbacks()
+            for request_id in list(self._desk.jobs):
+                self._desk.close(self.scheduler.abort(request_id, self.clock()))
+        self._desk.run_callbacks()
         with self._step_lock, self._lock:
             if self.scheduler.in_flight is not None:  # begun by a driver that will not come back
                 self.scheduler.cancel(self.scheduler.in_flight, self.clock())
@@ -223,8 +220,7 @@ class Engine:
     def poll(self) -> list[RequestOutput]:
         """Outputs that are due, without taking a step."""
         with self._lock:
-            ready, self._ready = self._ready, []
-        return ready
+            return self._desk.poll()
 
     def advance(self) -> bool:
         """``step``, but leave the outputs to ``poll``. Returns whether there was anything to compute."""
@@ -275,20 +271,20 @@ class Engine:
                 self._fail(plan, error)
             else:
                 self.num_generated_tokens += sum(map(len, tokens))
-                progressed = self._look_at_text(plan, finished, now) if self._watched else {}
-                self._close_sequences(finished)
-                for job in progressed:
-                    if job.stream and not job.done:
-                        self._emit(job)
+                progressed, ended = self._desk.look_at(r for chunk in plan.chunks for r in chunk.samplers)
+                for request, reason in ended:
+                    self.scheduler.finish(request, reason, now, self._desk.jobs[request.parent_id].error)
+                self._desk.close([*finished, *(request for request, _ in ended)])
+                self._desk.show_progress(progressed)
                 self._end_step(plan, now)
-        self._run_callbacks()
+        self._desk.run_callbacks()
 
     def fail_step(self, plan: StepPlan, error: BaseException) -> None:
         """The step begun last raised ``error``: its requests end as ``failed``."""
         with self._lock:
             self._check_in_flight(plan)
             self._fail(plan, error)
-        self._run_callbacks()
+        self._desk.run_callbacks()
 
     def cancel_step(self, plan: StepPlan) -> None:
         """The step begun last was interrupted: its requests are queued again and recompute."""
@@ -345,7 +341,7 @@ class Engine:
         failure = StepFailedError(f"a step of {len(plan.chunks)} requests raised {type(error).__name__}: {error}")
         failure.__cause__ = error
         now = self.clock()
-        self._close_sequences(self.scheduler.fail(plan, failure, now))
+        self._desk.close(self.scheduler.fail(plan, failure, now))
         self._end_step(plan, now)
 
     def _make_request(
@@ -375,60 +371,8 @@ class Engine:
     def _queue(self, request: Request, prompt: str | None, stream: bool, on_output: OutputCallback | None) -> None:
         sequences = self.scheduler.add(request, self.clock())
         job = Job(prompt, sequences, self.tokenizer, stream=stream, on_output=on_output)
-        self._jobs[job.request_id] = job
-        if job.watched or stream:
-            self._watched[job.request_id] = job
-        self._close_sequences([sequence for sequence in sequences if sequence.is_finished])  # max_tokens 0
-
-    def _look_at_text(self, plan: StepPlan, finished: list[Request], now: float) -> dict[Job, None]:
-        """Decode new tokens where somebody looks at them; stop strings go on ``finished``. Returns the jobs."""
-        progressed: dict[Job, None] = {}
-        for chunk in plan.chunks:
-            for request in chunk.samplers:
-                job = self._watched.get(request.parent_id)
-                if job is None or request not in job.sequences:
-                    continue
-                progressed[job] = None
-                reason = job.advance(request)
-                if reason is not None and not request.is_finished:
-                    self.scheduler.finish(request, reason, now, job.error)
-                    finished.append(request)
-                elif reason is not None and request.finish_reason is FinishReason.LENGTH:
-                    request.finish_reason = reason  # its last token completed a stop string
-        return progressed
-
-    def _close_sequences(self, finished: Sequence[Request]) -> None:
-        """Count them off; a request whose last sequence this was gets its final output."""
-        for request in finished:
-            job = self._jobs[request.parent_id]
-            job.close_one()
-            if job.done:
-                del self._jobs[job.request_id]
-                self._watched.pop(job.request_id, None)
-                self._emit(job)
-
-    def _emit(self, job: Job) -> None:
-        output = job.output()
-        if job.on_output is None:
-            self._ready.append(output)
-        else:
-            self._callbacks.append((job.on_output, output))
-
-    def _run_callbacks(self) -> None:
-        """Hand outputs to their owners, in order. ``_lock`` is not held: a callback may call the engine.
-
-        Raises the first error of a callback, when all have been called.
-        """
-        errors = []
-        with self._callback_lock:
-            while self._callbacks:
-                callback, output = self._callbacks.popleft()
-                try:
-                    callback(output)
-                except Exception as error:
-                    errors.append(error)
-        if errors:
-            raise errors[0]
+        self._desk.open(job)
+        self._desk.close([sequence for sequence in sequences if sequence.is_finished])  # max_tokens 0
 
     def _end_step(self, plan: StepPlan, now: float) -> None:
         self.num_steps += 1

@@ -23,6 +23,7 @@ class Queues:
         self._requests: dict[str, Request] = {}  # every unfinished sequence
         self._groups: dict[str, list[Request]] = {}  # the same, by parent id
         self._num_arrivals = 0
+        self._waiting_tokens = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -34,6 +35,11 @@ class Queues:
     def num_seated(self) -> int:
         """Requests that hold a seat (and blocks): prefilling or running."""
         return len(self.prefilling) + len(self.running)
+
+    @property
+    def uncomputed_tokens(self) -> int:
+        """Tokens to compute before all who wait or prefill can decode (a cached prefix of those who wait included)."""
+        return self._waiting_tokens + sum(request.remaining_prefill for request in self.prefilling)
 
     def check_new(self, request_id: str) -> None:
         """Raise DuplicateRequestError if a sequence, or a user's request, of this name is unfinished."""
@@ -73,6 +79,7 @@ class Queues:
             self._enter_waiting(request)
 
     def _enter_waiting(self, request: Request) -> None:
+        self._waiting_tokens += request.num_tokens  # counted, as summing a long queue for every arrival would be n²
         if not self.waiting or self.waiting[-1].arrival_order < request.arrival_order:
             self.waiting.append(request)
             return
@@ -91,8 +98,12 @@ class Queues:
             self.prefilling.remove(request)
         elif request.state is RequestState.TRANSFERRING:
             del self.transferring[request.request_id]
+        elif self.waiting and self.waiting[0] is request:
+            self.waiting.popleft()
+            self._waiting_tokens -= request.num_tokens
         elif request in self.waiting:
             self.waiting.remove(request)
+            self._waiting_tokens -= request.num_tokens
         else:  # a sibling that was to be forked from its parent
             for parent in self._groups[request.parent_id]:
                 if request in parent.pending_siblings:

@@ -75,6 +75,11 @@ class Scheduler:
         return len(self._queues) > 0
 
     @property
+    def uncomputed_tokens(self) -> int:
+        """Tokens to compute before all who wait or prefill can decode."""
+        return self._queues.uncomputed_tokens
+
+    @property
     def num_free_seats(self) -> int:
         """How many more requests may prefill or run: ``max_num_seqs`` less those that do."""
         return self.config.max_num_seqs - self._queues.num_seated
@@ -88,6 +93,7 @@ class Scheduler:
     def add(self, request: Request, now: float = 0.0) -> list[Request]:
         """Queue ``request`` and, for n > 1, its siblings. Returns all n sequences, the parent first.
 
+        With ``request.table`` set, its slots were reserved by somebody who shares this pool: they are used first.
         With ``max_tokens`` 0 they are FINISHED (length) on return and were never queued.
         Raises EmptyPromptError, DuplicateRequestError or PromptTooLongError; nothing is queued then.
         """
@@ -120,6 +126,20 @@ class Scheduler:
         self._queues.leave(request)
         self._end(request, reason, now, error)
 
+    def withdraw(self, request: Request, now: float = 0.0) -> None:
+        """Take a request out so that another scheduler can have it: it gives its blocks up, keeps its outputs, waits.
+
+        Raises IllegalTransitionError while a step with it is in flight, UnknownRequestError if it is not here.
+        """
+        if self._in_flight is not None and any(chunk.request is request for chunk in self._in_flight.chunks):
+            raise IllegalTransitionError(f"request {request.request_id!r} is in the step in flight")
+        self._queues.leave(request)
+        self._queues.unregister(request)
+        self._free(request)
+        if request.state is not RequestState.WAITING:
+            request.transition(RequestState.WAITING, now, event="preempted", num_tokens=request.num_computed_tokens)
+        request.num_computed_tokens = 0
+
     def detach(self, request: Request) -> BlockTable:
         """Let a TRANSFERRING request go. Its table, all of it computed, is the caller's to pin and to free."""
         if request.request_id not in self.transferring or request.table is None:
@@ -128,6 +148,11 @@ class Scheduler:
         self._queues.unregister(request)
         table, request.table = request.table, None
         return table
+
+    def check_attachable(self, request: Request) -> None:
+        """Raise DuplicateRequestError or PromptTooLongError if ``attach`` could never take this request."""
+        self._queues.check_new(request.request_id)
+        self._admission.check_length(request, hand_off=False)
 
     def attach(self, request: Request, now: float = 0.0) -> None:
         """Run a request whose prompt was computed elsewhere: ``request.table`` holds its KV, in this pool, by now.
@@ -143,9 +168,8 @@ class Scheduler:
             raise IllegalTransitionError(
                 f"request {request.request_id!r} cannot run: all {self.config.max_num_seqs} seats are taken"
             )
-        self._queues.check_new(request.request_id)
+        self.check_attachable(request)
         request.hand_off = False
-        self._admission.check_length(request)
         request.transition(RequestState.RUNNING, now)
         request.token_limit = min(request.token_limit, self.config.max_model_len)
         self._queues.register([request])
@@ -191,7 +215,9 @@ class Scheduler:
             if request.num_computed_tokens >= request.table.num_tokens:  # type: ignore[union-attr]
                 wanted += needed(request.table, 1)
         if self.prefilling and self.prefilling[0] is not latest:
-            wanted += needed(self.prefilling[0].table, 1)
+            table = self.prefilling[0].table
+            if self.prefilling[0].num_computed_tokens >= table.num_tokens:  # type: ignore[union-attr]
+                wanted += needed(table, 1)
         return wanted
 
     def _preempt(self, request: Request, plan: StepPlan, now: float) -> None:
@@ -236,11 +262,11 @@ class Scheduler:
 
     def _admit(self, request: Request, plan: StepPlan, now: float) -> bool:
         """Give the head of ``waiting`` a seat and the blocks of its cached prefix, if all of its tokens would fit."""
-        if self._seats(plan) < 1 or (table := self._admission.match(request)) is None:
+        if self._seats(plan) < 1 or (table := request.table or self._admission.match(request)) is None:
             return False
         self._queues.leave(request)
-        request.table, request.num_computed_tokens = table, table.num_tokens
-        request.transition(RequestState.PREFILLING, now, num_tokens=table.num_tokens)
+        request.table, request.num_computed_tokens = table, table.num_committed
+        request.transition(RequestState.PREFILLING, now, num_tokens=table.num_committed)
         self._queues.enter(request)
         return True
 
@@ -248,14 +274,17 @@ class Scheduler:
         """Plan as many of the request's next prompt tokens as budget and blocks allow. Returns how many."""
         blocks, table = self.block_manager, request.table
         assert table is not None
+        start = request.num_computed_tokens
         num_tokens = min(request.remaining_prefill, budget)
-        if not blocks.can_append(table, num_tokens):
+        missing = start + num_tokens - table.num_tokens  # slots may have been reserved beforehand
+        if missing > 0 and not blocks.can_append(table, missing):
             capacity = (len(table.block_ids) + blocks.num_free_blocks) * blocks.block_size
-            num_tokens = min(num_tokens, capacity - table.num_tokens)
+            num_tokens = min(num_tokens, capacity - start)
+            missing = start + num_tokens - table.num_tokens
         if num_tokens < 1:
             return 0
-        plan.copies += blocks.append_slots(table, num_tokens)
-        start = request.num_computed_tokens
+        if missing > 0:
+            plan.copies += blocks.append_slots(table, missing)
         samplers: tuple[Request, ...] = ()
         if start + num_tokens == request.num_tokens:
             samplers = (request, *self._forking_siblings(request, plan))

@@ -120,7 +120,7 @@ class DecodeWorker(Worker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.reserved: dict[str, BlockTable] = {}  # by request id; holds a seat each
+        self.reserved: dict[str, BlockTable | None] = {}  # by request id, a seat each; None: the table was lent
 
     @property
     def num_free_seats(self) -> int:
@@ -151,20 +151,27 @@ class DecodeWorker(Worker):
         nobody = not self.reserved and self.scheduler.num_free_seats == self.scheduler.config.max_num_seqs
         return nobody and self.block_manager.can_append(table, slots)
 
+    def lend(self, request: Request) -> None:
+        """In a shared pool: let the prefill write to the reserved blocks. The table is ``request.table`` from now on."""
+        request.table, self.reserved[request.request_id] = self.reserved[request.request_id], None
+
     def take_over(self, request: Request, now: float) -> None:
-        """Run a request whose KV has arrived in the blocks reserved for it. It is detached from its prefill worker."""
-        table = self.reserved.pop(request.request_id, None)
-        if table is None:
+        """Run a request whose KV is in the blocks reserved for it. It is detached from its prefill worker."""
+        if request.request_id not in self.reserved:
             raise UnknownRequestError(f"request {request.request_id!r} has no reservation on {self.name}")
-        computed = request.num_computed_tokens
-        if table.num_committed < computed:
-            self.block_manager.commit(table, request.all_token_ids[table.num_committed : computed])
-        request.table = table
+        table = self.reserved.pop(request.request_id)
+        if table is not None:
+            computed = request.num_computed_tokens
+            if table.num_committed < computed:
+                self.block_manager.commit(table, request.all_token_ids[table.num_committed : computed])
+            request.table = table
         self.scheduler.attach(request, now)
 
     def release(self, request_id: str) -> None:
         """Give a reservation back. Only when nothing writes to its blocks any more."""
-        self.block_manager.free(self.reserved.pop(request_id))
+        table = self.reserved.pop(request_id)
+        if table is not None:
+            self.block_manager.free(table)
 
 
 def check_pool(worker: Worker) -> None:
