@@ -59,6 +59,10 @@ class StepFailedError(NanoPDError, RuntimeError):
 class NonFiniteLogitsError(NanoPDError, ArithmeticError):
     """The model's output for a sequence has no finite maximum (NaN or infinity), so no token can be drawn."""
 
+    def __init__(self, message: str, request_ids: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.request_ids = request_ids  # the sequences to blame, where they are known
+
 
 # --- KV blocks -------------------------------------------------------------------------------------------------
 
@@ -73,6 +77,25 @@ class StaleBlockError(NanoPDError):
 
 class BlockAccountingError(NanoPDError):
     """A block was freed twice, or an integrity check found counts that do not add up."""
+
+
+# --- prefill and decode apart ----------------------------------------------------------------------------------
+
+
+class OverloadedError(InvalidRequestError):
+    """The server has as many unfinished requests as it may; this one was refused, all others go on."""
+
+
+class NoWorkerError(InvalidRequestError):
+    """No worker that is alive can ever serve this request."""
+
+
+class WorkerFailedError(NanoPDError, RuntimeError):
+    """A worker failed for good, and no other one could take its requests."""
+
+
+class LeaseExpiredError(NanoPDError, RuntimeError):
+    """A transfer did not end within its lease; the blocks it read were given back."""
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------
@@ -99,6 +122,13 @@ class CudaUnavailableError(NanoPDError, RuntimeError):
 
 class ModelLoadError(NanoPDError):
     """A checkpoint could not be found, read, or mapped onto the architecture."""
+
+
+# --- cost model ------------------------------------------------------------------------------------------------
+
+
+class FitError(NanoPDError, ValueError):
+    """Too few measured points to fit a model to, or points that do not determine it."""
 
 
 # --- course ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,137 @@
+"""Fit a StepTimeModel to measured steps, on relative error.
+
+On relative error, since a router cares about a 5 ms step that is off by 1 ms as much as about a 50 ms step that is off
+by 10. With the knee and the launch floor given, the model is linear in its coefficients: non-negative least squares
+on rows divided by the measured time. Knee and floor are searched over a grid.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from nanopd.costmodel.features import StepFeatures, StepPoint
+from nanopd.costmodel.nnls import Array, nnls
+from nanopd.costmodel.quality import FitQuality
+from nanopd.costmodel.step_time import StepTimeModel
+from nanopd.errors import ConfigError, FitError
+
+MIN_POINTS = 8
+_KNEES = 14  # candidates for the knee
+_FLOORS = 12  # candidates for the number of launch-bound points
+_COLUMNS = (
+    "base_ms",
+    "token_ms",
+    "dense_token_ms",
+    "pair_ms",
+    "chunk_context_ms",
+    "kv_token_ms",
+    "chunk_ms",
+    "sequence_ms",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeFit:
+    """A model, how good it is, and the points with those marked that it has not seen."""
+
+    model: StepTimeModel
+    quality: FitQuality
+    points: tuple[StepPoint, ...]
+
+
+def fit_step_time(
+    points: Iterable[StepPoint], *, holdout: float = 0.2, seed: int = 0, name: str = "step time"
+) -> StepTimeFit:
+    """Fit to some of ``points`` and judge by the others.
+
+    Points that are marked ``held_out`` are not fitted to. If none is, a random share ``holdout`` of them is marked; 0
+    judges the model by the points it was fitted to.
+
+    Raises:
+        FitError: fewer than 8 points to fit to.
+        ConfigError: ``holdout`` outside of [0, 0.9].
+    """
+    if not 0.0 <= holdout <= 0.9:
+        raise ConfigError(f"holdout must be in [0, 0.9], got {holdout!r}")
+    marked = list(points)
+    if not any(point.held_out for point in marked):
+        chosen = set(random.Random(seed).sample(range(len(marked)), int(holdout * len(marked))))
+        marked = [replace(point, held_out=i in chosen) for i, point in enumerate(marked)]
+    training = [point for point in marked if not point.held_out]
+    if len(training) < MIN_POINTS:
+        raise FitError(f"{name}: {len(training)} points to fit to, at least {MIN_POINTS} are needed")
+    model = _search(training)
+    quality = FitQuality.of(
+        name,
+        [model.step_ms(point.features) for point in marked],
+        [point.ms for point in marked],
+        [point.held_out for point in marked],
+        _gaps(name, training),
+    )
+    return StepTimeFit(model, quality, tuple(marked))
+
+
+# --- inside ------------------------------------------------------------------------------------------------------
+
+
+def _search(points: Sequence[StepPoint]) -> StepTimeModel:
+    """The best over all knees and, for each, over how many of the fastest steps with prefill are launch-bound."""
+    features = [point.features for point in points]
+    ms = np.array([point.ms for point in points])
+    eager = np.array([f.num_prefills > 0 for f in features])
+    largest = max(f.num_tokens for f in features)
+    knees = np.unique(np.geomspace(8, max(largest / 2, 9), _KNEES).round())
+    floors = [0.0, *np.quantile(ms[eager], np.linspace(0.05, 0.6, _FLOORS))] if eager.sum() >= MIN_POINTS else [0.0]
+    best: tuple[float, StepTimeModel] | None = None
+    for knee in knees:
+        rows = np.array([_row(f, float(knee)) for f in features])
+        for floor in floors:
+            model = _fit(rows, ms, eager & (ms <= floor), float(knee))
+            loss = sum((model.step_ms(point.features) / point.ms - 1.0) ** 2 for point in points)
+            if best is None or loss < best[0] * (1 - 1e-9):
+                best = loss, model
+    assert best is not None
+    return best[1]
+
+
+def _row(f: StepFeatures, knee: float) -> tuple[float, ...]:
+    """What each coefficient is multiplied by, in the order of ``_COLUMNS``."""
+    return (
+        1.0,
+        f.num_tokens,
+        max(0.0, f.num_tokens - knee),
+        f.prefill_pairs,
+        f.chunk_context,
+        f.kv_tokens,
+        f.num_prefills,
+        f.num_decodes + f.num_prefills,
+    )
+
+
+def _fit(rows: Array, ms: Array, launch_bound: np.ndarray, knee: float) -> StepTimeModel:
+    """Coefficients from the steps that the device bounds, and the launch floor from the others."""
+    device = ~launch_bound
+    x = nnls(rows[device] / ms[device, None], np.ones(device.sum()))
+    values = dict(zip(_COLUMNS, map(float, x)))
+    launch = 0.0
+    if launch_bound.any():
+        rest = ms[launch_bound] - rows[launch_bound, -1] * values["sequence_ms"]
+        launch = max(0.0, float((rest / ms[launch_bound] ** 2).sum() / (1 / ms[launch_bound] ** 2).sum()))
+    return StepTimeModel(**values, knee_tokens=knee, launch_ms=launch)
+
+
+def _gaps(name: str, points: Sequence[StepPoint]) -> list[str]:
+    """What the points cannot tell: such coefficients are 0, and predictions there are too low."""
+    said = []
+    for what, values in (
+        ("prefill", {p.features.prefill_tokens for p in points}),
+        ("decode batch", {p.features.num_decodes for p in points}),
+        ("KV tokens of the decodes", {p.features.kv_tokens for p in points}),
+    ):
+        if len(values) == 1:
+            said.append(f"{name}: every point has the same {what} ({values.pop()}), so its cost is not known")
+    return said
