@@ -131,6 +131,25 @@ class FitError(NanoPDError, ValueError):
     """Too few measured points to fit a model to, or points that do not determine it."""
 
 
+# --- serving benchmark -----------------------------------------------------------------------------------------
+
+
+class TraceError(NanoPDError, ValueError):
+    """A trace file cannot be read; the message names file, line and field."""
+
+
+class CounterError(NanoPDError):
+    """Requests were lost or counted twice: offered is not completed plus dropped."""
+
+
+class UnequalHardwareError(NanoPDError, ValueError):
+    """Strategies that ran on different amounts of hardware were to be compared as equals."""
+
+
+class ReportError(NanoPDError, ValueError):
+    """A benchmark record is damaged, of another version, or belongs to another run."""
+
+
 # --- course ----------------------------------------------------------------------------------------------------
 
 
