@@ -98,6 +98,18 @@ class LeaseExpiredError(NanoPDError, RuntimeError):
     """A transfer did not end within its lease; the blocks it read were given back."""
 
 
+class TransferError(NanoPDError, RuntimeError):
+    """KV could not be moved: a bad handoff, a failed or cancelled transfer, or a link that is closed."""
+
+
+class LayoutMismatchError(TransferError):
+    """Two KV pools differ in layout; nothing was moved between them."""
+
+
+class LinkStalledError(TransferError):
+    """A link did not move its bytes, or did not stop, in the time it was given."""
+
+
 # --- kernels ---------------------------------------------------------------------------------------------------
 
 
