@@ -295,7 +295,7 @@ def host_step_ms(batch_size: int, kv_len: int, *, temperature: float = 0.0, step
     engine = Engine(Scheduler(config, manager), runner)
     params = SamplingParams(temperature=temperature, seed=0, max_tokens=steps + 10, ignore_eos=True)
     for i in range(batch_size):
-        engine.scheduler.attach(_prefilled_request(manager, f"host{i}", [0] * kv_len, params))
+        engine.scheduler.attach(prefilled_request(manager, f"host{i}", [0] * kv_len, params))
     rows = []
     for _ in range(steps):
         begin = time.perf_counter()
@@ -344,12 +344,13 @@ def _prefilled(llm: LLM, batch_size: int, kv_len: int, max_tokens: int) -> list[
     requests = []
     for i in range(batch_size):
         prompt = [rng.randrange(llm.config.vocab_size) for _ in range(kv_len)]
-        requests.append(_prefilled_request(llm.block_manager, f"bench{kv_len}-{i}", prompt, params))
+        requests.append(prefilled_request(llm.block_manager, f"bench{kv_len}-{i}", prompt, params))
         llm.scheduler.attach(requests[-1], llm.engine.clock())
     return requests
 
 
-def _prefilled_request(manager: BlockManager, name: str, prompt: list[int], params: SamplingParams) -> Request:
+def prefilled_request(manager: BlockManager, name: str, prompt: list[int], params: SamplingParams) -> Request:
+    """A request as another worker would have prefilled it, to be attached: blocks, first token, and no KV computed."""
     request = Request(name, prompt, params)
     request.table = manager.match_prefix(prompt)
     manager.append_slots(request.table, len(prompt))

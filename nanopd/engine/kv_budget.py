@@ -17,11 +17,32 @@ CPU_BYTES = 1 << 30  # of KV, at most; a laptop has other uses for its memory
 def default_num_blocks(
     model: Transformer, block_size: int, limits: SchedulerConfig, *, gpu_memory_utilization: float = 0.9
 ) -> int:
-    """Blocks for a pool on the model's device.
+    """Blocks for the only pool on the model's device: all that ``kv_bytes`` allows.
 
-    On a GPU: as many as fit into ``gpu_memory_utilization`` of its memory, after the weights, whatever else is
-    allocated there, and the scratch memory of the largest step, which is run once to find out. On the CPU: 1 GiB, or a
-    quarter of the free memory if that is less. Never more than ``max_num_seqs`` sequences of ``max_model_len`` need.
+    Never more than ``max_num_seqs`` sequences of ``max_model_len`` need. Raises ConfigError as ``kv_bytes``.
+    """
+    budget = kv_bytes(model, block_size, limits, gpu_memory_utilization=gpu_memory_utilization)
+    return min(budget // block_bytes(model.config, block_size, model.dtype), useful_blocks(limits, block_size))
+
+
+def useful_blocks(limits: SchedulerConfig, block_size: int) -> int:
+    """The most that one worker can ever use."""
+    return limits.max_num_seqs * -(-limits.max_model_len // block_size)
+
+
+def kv_bytes(
+    model: Transformer,
+    block_size: int,
+    limits: SchedulerConfig,
+    *,
+    gpu_memory_utilization: float = 0.9,
+    num_workers: int = 1,
+) -> int:
+    """Bytes that the pools on the model's device may take, all of them together.
+
+    On a GPU: what remains of ``gpu_memory_utilization`` of its memory after the weights, whatever else is allocated
+    there, and for each of ``num_workers`` the scratch memory of the largest step, which is run once to find out. On the
+    CPU: 1 GiB, or a quarter of the free memory if that is less.
 
     Raises ConfigError if not even one block fits.
     """
@@ -29,10 +50,10 @@ def default_num_blocks(
         raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization!r}")
     device, dtype = model.device, model.dtype
     if device.type == "cuda":
-        scratch = largest_step_bytes(model, block_size, limits)
+        scratch = largest_step_bytes(model, block_size, limits) * num_workers
         free, total = torch.cuda.mem_get_info(device)
         budget = int(free - (1 - gpu_memory_utilization) * total - scratch)
-        account = f"{free / 1e9:.2f} of {total / 1e9:.2f} GB are free and a step takes {scratch / 1e9:.2f} GB"
+        account = f"{free / 1e9:.2f} of {total / 1e9:.2f} GB are free and steps take {scratch / 1e9:.2f} GB"
     else:
         free_bytes = free_memory(device)
         budget = CPU_BYTES if free_bytes is None else min(CPU_BYTES, free_bytes // 4)
@@ -40,8 +61,7 @@ def default_num_blocks(
     per_block = block_bytes(model.config, block_size, dtype)
     if budget < per_block:
         raise ConfigError(f"no memory for KV on {device}: {account}; a block takes {per_block / 1e6:.2f} MB")
-    useful = limits.max_num_seqs * -(-limits.max_model_len // block_size)
-    return min(budget // per_block, useful)
+    return budget
 
 
 @torch.inference_mode()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeGuard
 
 import torch
 
@@ -13,6 +12,7 @@ from nanopd.engine.beam import BeamOutput, BeamSearch
 from nanopd.engine.engine import Engine, StepRecord
 from nanopd.engine.generate import OutputStream
 from nanopd.engine.kv_budget import default_num_blocks
+from nanopd.engine.options import check_options, model_len
 from nanopd.engine.outputs import RequestOutput
 from nanopd.engine.plan import SchedulerConfig
 from nanopd.engine.prompts import Prompt, encode_prompt
@@ -20,7 +20,6 @@ from nanopd.engine.runner import ModelRunner
 from nanopd.engine.sampling_params import SamplingParams, check_int
 from nanopd.engine.scheduler import Scheduler
 from nanopd.errors import (
-    ConfigError,
     EngineClosedError,
     InvalidRequestError,
     InvalidSamplingParamsError,
@@ -84,13 +83,12 @@ class LLM:
         clock: Callable[[], float] = time.perf_counter,
         use_tqdm: bool = True,
     ) -> None:
-        if not _is_int(block_size) or block_size < 8 or block_size % 8:
-            raise ConfigError(f"block_size must be a positive multiple of 8, got {block_size!r}")
-        if num_blocks is not None and (not _is_int(num_blocks) or num_blocks < 1):
-            raise ConfigError(f"num_blocks must be an int >= 1, got {num_blocks!r}")
-        for name, flag in (("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager)):
-            if not isinstance(flag, bool):
-                raise ConfigError(f"{name} must be True or False, got {flag!r}")
+        check_options(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            enable_prefix_caching=enable_prefix_caching,
+            enforce_eager=enforce_eager,
+        )
         loaded = _shared(model) if isinstance(model, LLM) else model
         if not isinstance(loaded, LoadedModel):
             loaded = load_model(loaded, device=device, dtype=dtype)
@@ -101,7 +99,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             chunk_size=chunk_size,
-            max_model_len=self._model_len(max_model_len),
+            max_model_len=model_len(self.config, max_model_len),
         )
         if num_blocks is None:
             num_blocks = default_num_blocks(
@@ -217,16 +215,6 @@ class LLM:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    def _model_len(self, max_model_len: int | None) -> int:
-        limit = self.config.max_position_embeddings
-        if _is_int(max_model_len) and max_model_len > limit:
-            raise ConfigError(f"max_model_len {max_model_len} exceeds the {limit} positions of {self.config.name}")
-        return limit if max_model_len is None else max_model_len
-
-
-def _is_int(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _shared(llm: LLM) -> LoadedModel:

@@ -1,0 +1,190 @@
+"""SM partitions: one GPU cut into parts that run side by side, each on multiprocessors of its own.
+
+CUDA calls such a part a green context. A kernel runs where its *stream* belongs, whatever context the launching thread
+has, so a worker needs nothing but the partition's stream: ``with torch.cuda.stream(partition.stream)`` in its thread.
+CUDA graphs captured on that stream keep its SMs. Memory is the device's: all partitions see all tensors.
+
+One call makes all partitions of a device: the driver splits the SMs once, into disjoint groups.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from nanopd.errors import ConfigError, CudaUnavailableError
+from nanopd.ops.compiler import require_cuda_core
+
+
+class SmPartition:
+    """Some of a GPU's SMs, and a stream whose work runs on these only.
+
+    Attributes:
+        device: the GPU.
+        num_sms: how many SMs.
+        stream: non-blocking; usable wherever torch takes a stream.
+    """
+
+    def __init__(self, device: torch.device, num_sms: int, context: Any, stream: Any) -> None:
+        """``context``, ``stream``: a cuda.core green context and a stream of it, owned by this object."""
+        self.device = device
+        self.num_sms = num_sms
+        self._context: Any = context
+        self._stream: Any = stream  # torch only borrows the handle
+        self.stream = torch.cuda.ExternalStream(int(stream.handle), device=device)
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """What a worker's thread does first: make the stream current, and tell cuBLAS how many SMs it will find."""
+        with torch.cuda.stream(self.stream), blas_sms(self.num_sms):
+            yield
+
+    def close(self) -> None:
+        """Wait for the stream's work and give the SMs back. Idempotent; graphs captured on the stream end with it."""
+        if self._context is None:
+            return
+        self.stream.synchronize()
+        context, stream, self._context, self._stream = self._context, self._stream, None, None
+        stream.close()
+        context.close()
+
+    def __repr__(self) -> str:
+        return f"SmPartition({self.num_sms} SMs of {self.device}{'' if self._context is not None else ', closed'})"
+
+
+def partition_device(device: torch.device | str, counts: Sequence[int]) -> list[SmPartition]:
+    """Cut a GPU into partitions of ``counts`` SMs, in this order. SMs that nobody asked for stay idle.
+
+    The driver hands SMs out in groups (8 on sm_90, 2 before): every count but one must be a multiple of that. The one
+    that is not gets what is left over by groups, so it must differ from all SMs of the device by whole groups.
+
+    Raises:
+        ConfigError: counts that are impossible on this GPU; the message names possible ones.
+        CudaUnavailableError: no such GPU, no cuda-core, or a driver without green contexts (older than 12.4).
+    """
+    core = require_cuda_core()
+    device = _resolve(device)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device).synchronize()  # creates torch's context
+        gpu = core.Device(device.index)
+        gpu.set_current()
+        try:
+            whole = gpu.resources.sm
+            plan = plan_split(counts, whole.sm_count, whole.coscheduled_alignment, whole.min_partition_size)
+            resources = _split(whole, plan, core.SMResourceOptions)[: len(counts)]  # the last may be set aside
+            for wanted, parts in zip(counts, resources, strict=True):
+                if sum(part.sm_count for part in parts) != wanted:
+                    got = [sum(part.sm_count for part in parts) for parts in resources]
+                    raise ConfigError(f"{list(counts)} SMs of {device}: the driver's nearest split is {got}")
+            return [_partition(gpu, device, parts, core.ContextOptions) for parts in resources]
+        except ConfigError:
+            raise
+        except Exception as error:  # NotImplementedError of an old driver, or one of several CUDA error types
+            raise CudaUnavailableError(
+                f"cannot cut {device} into partitions of {list(counts)} SMs: {type(error).__name__}: {error}"
+            ) from error
+
+
+def plan_split(counts: Sequence[int], total: int, group: int, least: int) -> list[int | None]:
+    """Which partitions are made of whole groups: the counts, with None for the one that gets the rest of the device.
+
+    The result may end with an extra count: SMs to be set aside so that the rest comes out right.
+
+    Args:
+        total: SMs of the device.
+        group: SMs per group; ``least``: SMs that a partition has at least.
+
+    Raises ConfigError.
+    """
+    for count in counts:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigError(f"a partition has at least 1 SM, got {count!r}")
+    possible = _possible(total, group, least)
+    if sum(counts) > total:
+        raise ConfigError(f"{' + '.join(map(str, counts))} SMs were asked for, the device has {total}; {possible}")
+    odd = [count for count in counts if count % group]
+    spare = total - sum(counts)
+    if min(counts, default=least) < least or len(odd) > 1 or (odd and spare % group):
+        raise ConfigError(f"partitions of {', '.join(map(str, counts))} SMs are not possible; {possible}")
+    if not odd:
+        return list(counts)
+    return [None if count % group else count for count in counts] + ([spare] if spare else [])
+
+
+@contextmanager
+def blas_sms(num_sms: int) -> Iterator[bool]:
+    """Let cuBLAS plan this thread's matrix products for ``num_sms`` SMs instead of all of the device's.
+
+    cuBLAS asks the device and not the stream, and a kernel laid out for 132 SMs takes two unequal rounds on 84. torch
+    has a setting for the whole process only (``torch._C._set_sm_carveout_experimental``), but each of its threads has
+    a cuBLAS handle of its own, and the target belongs to the handle. CUDA graphs keep the kernels chosen at capture.
+
+    Yields whether cuBLAS was found and took it; it is a hint, and results do not depend on it.
+    """
+    handle, blas = torch.cuda.current_blas_handle(), _cublas()
+    done = blas is not None and blas.cublasSetSmCountTarget(ctypes.c_void_p(handle), num_sms) == 0
+    try:
+        yield done
+    finally:
+        if done and blas is not None:
+            blas.cublasSetSmCountTarget(ctypes.c_void_p(handle), 0)  # the handle goes to another thread after this one
+
+
+def _cublas() -> ctypes.CDLL | None:
+    """The library that torch has loaded: the loader finds it by its name."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    for name in (f"libcublas.so.{major}", f"cublas64_{major}.dll"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+def _split(whole: Any, plan: Sequence[int | None], options: Any) -> list[list[Any]]:
+    """The plan's SM resources, one list per entry: green contexts take several that come from one split."""
+    sizes = [size for size in plan if size is not None]
+    if not sizes:
+        return [[whole]]
+    try:
+        groups, rest = whole.split(options(count=sizes))
+        taken = [[group] for group in groups]
+    except NotImplementedError:  # before CUDA 13.1 groups are of one size: take small ones, several per partition
+        unit = math.gcd(*sizes)
+        groups, rest = whole.split(options(count=[unit] * (sum(sizes) // unit)))
+        if len(groups) * unit < sum(sizes):
+            raise ConfigError(f"this driver makes only {len(groups)} groups of {unit} SMs, for {sizes}") from None
+        spare = iter(groups)
+        taken = [[next(spare) for _ in range(size // unit)] for size in sizes]
+    if len(taken) < len(sizes):
+        raise ConfigError(f"the driver makes only {len(taken)} partitions of {sizes[0]} SMs, not {len(sizes)}")
+    given = iter(taken)
+    return [[rest] if size is None else next(given) for size in plan]
+
+
+def _partition(gpu: Any, device: torch.device, parts: list[Any], options: Any) -> SmPartition:
+    context = gpu.create_context(options(resources=parts))
+    return SmPartition(device, sum(part.sm_count for part in parts), context, context.create_stream())
+
+
+def _possible(total: int, group: int, least: int) -> str:
+    first = -(-least // group) * group
+    rest = "" if total % group == 0 else f", and for one of them the rest: {total} less a multiple of {group}"
+    return f"possible counts are {first}, {first + group}, {first + 2 * group}, … (multiples of {group}){rest}"
+
+
+def _resolve(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    if device.type != "cuda":
+        raise ConfigError(f"only a GPU has SMs to divide, {device} is none")
+    if not torch.cuda.is_available():
+        raise CudaUnavailableError(f"{device} was to be divided, but torch {torch.__version__} sees no CUDA GPU")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise CudaUnavailableError(f"device {device} was asked for, and there are {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", index)
