@@ -134,7 +134,7 @@ def test_predictions_stay_between_one_token_and_the_limit(loc: float, scale: flo
 
 
 def test_without_any_data_the_prior_speaks() -> None:
-    prediction = OutputLengthPredictor().predict(1000, 4096)
+    prediction = OutputLengthPredictor().distribution(1000, 4096)
     assert prediction.median == pytest.approx(128)
     low, high = prediction.interval(0.8)
     assert low < 40 and high > 400
@@ -161,14 +161,14 @@ def coverage(pairs: Iterator[tuple[int, int]]) -> dict[int, dict[float, float]]:
     """Each length is predicted before it is shown. Per prompt length: share of lengths inside of each interval."""
     predictor, inside, count = OutputLengthPredictor(), {}, {}
     for prompt, output in pairs:
-        prediction = predictor.predict(prompt, UNLIMITED)
+        prediction = predictor.distribution(prompt, UNLIMITED)
         key = bucket_of(prompt)
         count[key] = count.get(key, 0) + 1
         hits = inside.setdefault(key, dict.fromkeys(LEVELS, 0))
         for level in LEVELS:
             low, high = prediction.interval(level)
             hits[level] += low <= output <= high
-        predictor.observe(prompt, output)
+        predictor.learn(prompt, output)
     return {key: {level: hits[level] / count[key] for level in LEVELS} for key, hits in inside.items()}
 
 
@@ -199,12 +199,12 @@ def test_intervals_cover_real_lengths() -> None:
     for line in TRACE.read_text().splitlines():
         record = json.loads(line)
         prompt, output = record["input_length"], record["output_length"]
-        prediction = predictor.predict(prompt, UNLIMITED)
+        prediction = predictor.distribution(prompt, UNLIMITED)
         for level in LEVELS:
             low, high = prediction.interval(level)
             inside[level] += low <= output <= high
         n += 1
-        predictor.observe(prompt, output)
+        predictor.learn(prompt, output)
     for level in LEVELS:
         assert inside[level] / n == pytest.approx(level, abs=0.06)
 
@@ -215,7 +215,7 @@ def test_intervals_cover_real_lengths() -> None:
 def feed(predictor: OutputLengthPredictor, prompt: int, mean: float, sigma: float, n: int, seed: int = 0) -> None:
     rng = random.Random(seed)
     for _ in range(n):
-        predictor.observe(prompt, max(1, round(rng.lognormvariate(mean, sigma))))
+        predictor.learn(prompt, max(1, round(rng.lognormvariate(mean, sigma))))
 
 
 def test_an_empty_bucket_predicts_the_global_mean_and_spread() -> None:
@@ -223,7 +223,7 @@ def test_an_empty_bucket_predicts_the_global_mean_and_spread() -> None:
     feed(predictor, 100, 5.0, 0.5, 200)
     feed(predictor, 3000, 6.0, 0.5, 200)
     everything = predictor.global_posterior
-    empty = predictor.predict(20_000, UNLIMITED)
+    empty = predictor.distribution(20_000, UNLIMITED)
     assert empty.location == pytest.approx(everything.mean)
     assert empty.scale == pytest.approx(everything.predictive_scale)
 
@@ -235,11 +235,11 @@ def test_a_bucket_leaves_the_global_mean_smoothly() -> None:
     places, target = [], math.log(20)
     for n in range(40):
         m0 = predictor.global_posterior.mean
-        location = predictor.predict(5000, UNLIMITED).location
+        location = predictor.distribution(5000, UNLIMITED).location
         kappa = 8.0 + predictor.prior.kappa
         assert location == pytest.approx((kappa * m0 + n * target) / (kappa + n), abs=1e-6)
         places.append(location)
-        predictor.observe(5000, 20)
+        predictor.learn(5000, 20)
     assert all(after < before for before, after in pairwise(places))
     assert max(before - after for before, after in pairwise(places)) < 0.4
     assert places[-1] < target + 0.7
@@ -248,10 +248,10 @@ def test_a_bucket_leaves_the_global_mean_smoothly() -> None:
 def test_a_bucket_that_differs_learns_and_leaves_the_others_alone() -> None:
     predictor = OutputLengthPredictor()
     feed(predictor, 100, 6.0, 0.3, 300)
-    before = predictor.predict(100, UNLIMITED).median
+    before = predictor.distribution(100, UNLIMITED).median
     feed(predictor, 5000, 2.0, 0.3, 300, seed=1)
-    assert math.log(predictor.predict(5000, UNLIMITED).median) == pytest.approx(2.0, abs=0.2)
-    assert predictor.predict(100, UNLIMITED).median == pytest.approx(before, rel=0.1)
+    assert math.log(predictor.distribution(5000, UNLIMITED).median) == pytest.approx(2.0, abs=0.2)
+    assert predictor.distribution(100, UNLIMITED).median == pytest.approx(before, rel=0.1)
 
 
 def test_forgetting_follows_a_change() -> None:
@@ -259,8 +259,8 @@ def test_forgetting_follows_a_change() -> None:
     for predictor in (forgets, remembers):
         feed(predictor, 100, 6.0, 0.3, 300)
         feed(predictor, 100, 3.0, 0.3, 300, seed=1)
-    assert math.log(forgets.predict(100, UNLIMITED).median) == pytest.approx(3.0, abs=0.15)
-    assert math.log(remembers.predict(100, UNLIMITED).median) == pytest.approx(4.5, abs=0.15)
+    assert math.log(forgets.distribution(100, UNLIMITED).median) == pytest.approx(3.0, abs=0.15)
+    assert math.log(remembers.distribution(100, UNLIMITED).median) == pytest.approx(4.5, abs=0.15)
     assert forgets.buckets()[0].observed < 51
 
 
@@ -281,8 +281,8 @@ def test_cut_lengths_leave_no_bias(limit: Callable[[random.Random], int]) -> Non
     cuts = 0
     for _ in range(2000):
         length, most = max(1, round(rng.lognormvariate(5.0, 0.8))), limit(rng)
-        predictor.observe(500, min(length, most), cut=length > most)
-        naive.observe(500, min(length, most))
+        predictor.learn(500, min(length, most), cut=length > most)
+        naive.learn(500, min(length, most))
         cuts += length > most
     assert cuts > 700
     posterior = predictor.buckets()[0].posterior
@@ -294,9 +294,9 @@ def test_cut_lengths_leave_no_bias(limit: Callable[[random.Random], int]) -> Non
 def test_the_prediction_after_nothing_but_cuts_lies_beyond_them() -> None:
     predictor = OutputLengthPredictor()
     for _ in range(50):
-        predictor.observe(500, 200, cut=True)
-    assert 200 < predictor.predict(500, UNLIMITED).median < math.inf
-    assert predictor.predict(500, 200).mean > 150
+        predictor.learn(500, 200, cut=True)
+    assert 200 < predictor.distribution(500, UNLIMITED).median < math.inf
+    assert predictor.distribution(500, 200).mean > 150
 
 
 @pytest.mark.parametrize(
@@ -316,14 +316,22 @@ def test_what_a_finished_request_shows(reason: FinishReason, ignore_eos: bool, o
         request.append_token(token)
     request.finish(reason, 1.0)
     predictor = OutputLengthPredictor()
-    predictor.update(request)
+    predictor.observe(request)
     (bucket,) = predictor.buckets()
     assert (bucket.low, bucket.high, bucket.observed, bucket.cut) == (64, 128, observed, cut)
 
 
+def test_a_request_gets_the_mean_of_its_bucket_below_its_limit() -> None:
+    predictor = OutputLengthPredictor()
+    feed(predictor, 70, 5.0, 0.5, 100)
+    short, long = (Request("r", [1] * 70, SamplingParams(max_tokens=most)) for most in (50, 5000))
+    assert predictor.predict(short) == predictor.distribution(70, 50).mean < 50
+    assert predictor.predict(long) == pytest.approx(math.exp(5.0 + 0.5**2 / 2), rel=0.15)
+
+
 def test_a_request_without_output_says_nothing() -> None:
     predictor = OutputLengthPredictor()
-    predictor.observe(10, 0, cut=True)
+    predictor.learn(10, 0, cut=True)
     assert predictor.buckets() == []
 
 
@@ -331,9 +339,9 @@ def test_a_request_without_output_says_nothing() -> None:
 def test_no_history_breaks_it(history: list[tuple[int, int, bool]]) -> None:
     predictor = OutputLengthPredictor(forgetting=0.9)
     for prompt, output, cut in history:
-        predictor.observe(prompt, output, cut=cut)
+        predictor.learn(prompt, output, cut=cut)
     for prompt in (1, 100, 10**6):
-        prediction = predictor.predict(prompt, 4096)
+        prediction = predictor.distribution(prompt, 4096)
         assert 1 <= prediction.quantile(0.1) <= prediction.median <= prediction.quantile(0.9) <= 4096
         assert math.isfinite(prediction.mean)
 
@@ -348,9 +356,9 @@ def test_no_history_breaks_it(history: list[tuple[int, int, bool]]) -> None:
         (lambda: OutputLengthPredictor(forgetting=1.5), "forgetting"),
         (lambda: OutputLengthPredictor(forgetting=0), "forgetting"),
         (lambda: OutputLengthPredictor(prior=NormalInverseGamma(1, 0, 1, 1)), "kappa"),
-        (lambda: OutputLengthPredictor().predict(0, 5), "at least 1 token"),
-        (lambda: OutputLengthPredictor().predict(5, -1), "max_tokens"),
-        (lambda: OutputLengthPredictor().predict(5, 9).interval(1.0), r"\(0, 1\)"),
+        (lambda: OutputLengthPredictor().distribution(0, 5), "at least 1 token"),
+        (lambda: OutputLengthPredictor().distribution(5, -1), "max_tokens"),
+        (lambda: OutputLengthPredictor().distribution(5, 9).interval(1.0), r"\(0, 1\)"),
     ],
     ids=["strength", "forgetting-high", "forgetting-zero", "prior", "prompt", "max_tokens", "interval"],
 )

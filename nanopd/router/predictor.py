@@ -132,7 +132,7 @@ class OutputLengthPredictor:
 
     # --- learning --------------------------------------------------------------------------------------------
 
-    def update(self, request: Request) -> None:
+    def observe(self, request: Request) -> None:
         """Learn from a finished request.
 
         A stop (end-of-sequence, stop token or string) shows the whole length. So does a request with ``ignore_eos``
@@ -140,9 +140,9 @@ class OutputLengthPredictor:
         """
         chosen = request.params.ignore_eos and request.finish_reason is FinishReason.LENGTH
         cut = request.finish_reason is not FinishReason.STOP and not chosen
-        self.observe(request.num_prompt_tokens, request.num_output_tokens, cut=cut)
+        self.learn(request.num_prompt_tokens, request.num_output_tokens, cut=cut)
 
-    def observe(self, prompt_tokens: int, output_tokens: int, *, cut: bool = False) -> None:
+    def learn(self, prompt_tokens: int, output_tokens: int, *, cut: bool = False) -> None:
         """One output of ``output_tokens``; with ``cut`` it would have been longer. No output says nothing."""
         if output_tokens < 1:
             return
@@ -160,7 +160,11 @@ class OutputLengthPredictor:
 
     # --- predicting ------------------------------------------------------------------------------------------
 
-    def predict(self, prompt_tokens: int, max_tokens: int) -> LengthPrediction:
+    def predict(self, request: Request) -> float:
+        """Expected output tokens of a request, its ``max_tokens`` considered."""
+        return self.distribution(request.num_prompt_tokens, request.params.max_tokens).mean
+
+    def distribution(self, prompt_tokens: int, max_tokens: int) -> LengthPrediction:
         """The posterior predictive for a prompt of this length. Raises ConfigError if ``max_tokens`` is negative."""
         if max_tokens < 0:
             raise ConfigError(f"max_tokens must be at least 0, got {max_tokens}")

@@ -1,0 +1,85 @@
+"""The routing that this project started from: a rule of two ratios, and the comparison that it was derived from.
+
+`SeedRule` asks whether γ / transfer_rate > B* / load; `SeedEstimate` compares both analytical estimates in full. They
+disagree about little, and notebook 08 shows why that is a weakness: see ``nanopd.costmodel.analytical``.
+"""
+
+from __future__ import annotations
+
+from nanopd.costmodel.analytical import AnalyticalModel
+from nanopd.costmodel.cost_model import LoadState, RequestSize
+from nanopd.costmodel.estimate import Estimate
+from nanopd.costmodel.hardware_profile import HardwareProfile, load_profile
+from nanopd.engine.request import Request
+from nanopd.router.decision import Decision, Path
+from nanopd.router.paths import expected_output, system_load, take
+from nanopd.router.snapshot import Snapshot
+from nanopd.workers.worker import Role
+
+
+class _Seed:
+    """What both share. ``load``: requests in the system; ``batch``: of the least loaded decode worker."""
+
+    def __init__(self, profile: HardwareProfile | str, default_output: float = 256.0) -> None:
+        self.model = AnalyticalModel(load_profile(profile) if isinstance(profile, str) else profile)
+        self.default_output = default_output
+
+    def estimates(self, request: Request, snapshot: Snapshot, predicted: float | None) -> tuple[Estimate, Estimate]:
+        size = RequestSize(request.num_tokens, expected_output(request, predicted, self.default_output))
+        batch = min((worker.num_running for worker in snapshot.of(Role.DECODE)), default=0)
+        return (
+            self.model.collocated(size, LoadState(num_decodes=system_load(snapshot))),
+            self.model.disaggregated(size, LoadState(num_decodes=batch)),
+        )
+
+
+class SeedRule(_Seed):
+    """Disaggregate iff γ / transfer_rate > B* / load. Neither prompt nor output length matters.
+
+    ``profile``: a HardwareProfile, a preset's name or a file. Raises ConfigError.
+    """
+
+    name = "seed-rule"
+
+    def decide(self, request: Request, snapshot: Snapshot, predicted_output: float | None = None) -> Decision:
+        load, threshold = system_load(snapshot), self.model.threshold_load
+        yes = self.model.prefers_disaggregation(load)
+        collocated, disaggregated = self.estimates(request, snapshot, predicted_output)
+        return take(
+            Path.DISAGGREGATED if yes else Path.COLLOCATED,
+            f"load {load} is {'above' if yes else 'not above'} the threshold {threshold:.3f}",
+            request,
+            snapshot,
+            collocated=collocated,
+            disaggregated=disaggregated,
+            predicted_output=predicted_output,
+        )
+
+
+class SeedEstimate(_Seed):
+    """The path whose analytical estimate is lower; collocated if they are equal. Options as for `SeedRule`."""
+
+    name = "seed-estimate"
+
+    def decide(self, request: Request, snapshot: Snapshot, predicted_output: float | None = None) -> Decision:
+        collocated, disaggregated = self.estimates(request, snapshot, predicted_output)
+        margin = collocated.total_ms - disaggregated.total_ms
+        worse, better = (collocated, disaggregated) if margin > 0 else (disaggregated, collocated)
+        term = deciding_term(better, worse)
+        return take(
+            Path.DISAGGREGATED if margin > 0 else Path.COLLOCATED,
+            f"{better.total_ms:.4g} ms against {worse.total_ms:.4g} ms ({abs(margin) / worse.total_ms:.2%}), "
+            f"most of all by {term}",
+            request,
+            snapshot,
+            collocated=collocated,
+            disaggregated=disaggregated,
+            predicted_output=predicted_output,
+        )
+
+
+def deciding_term(better: Estimate, worse: Estimate) -> str:
+    """The term that speaks most for the better estimate, with both values."""
+    names = [*worse.terms, *(name for name in better.terms if name not in worse.terms)]
+    name = max(names, key=lambda n: worse.terms.get(n, 0.0) - better.terms.get(n, 0.0))
+    return f"{name} ({better.terms.get(name, 0.0):.4g} ms against {worse.terms.get(name, 0.0):.4g} ms)"
