@@ -22,6 +22,7 @@ from nanopd.errors import ConfigError, FitError
 MIN_POINTS = 8
 _KNEES = 14  # candidates for the knee
 _FLOORS = 12  # candidates for the number of launch-bound points
+_FLOOR_PRICE = 1.15  # a floor must explain that much, or it only explains noise
 _COLUMNS = (
     "base_ms",
     "token_ms",
@@ -92,7 +93,8 @@ def _search(points: Sequence[StepPoint]) -> StepTimeModel:
         for floor in floors:
             model = _fit(rows, ms, eager & (ms <= floor), float(knee))
             loss = sum((model.step_ms(point.features) / point.ms - 1.0) ** 2 for point in points)
-            if best is None or loss < best[0] * (1 - 1e-9):
+            loss *= _FLOOR_PRICE if model.launch_ms else 1.0
+            if best is None or loss < best[0]:
                 best = loss, model
     assert best is not None
     return best[1]

@@ -1,0 +1,261 @@
+"""Measure steps on the engine's own path, and make a HardwareProfile of them.
+
+A step is timed as it is served: ``Scheduler.schedule``, ``ModelRunner.launch``, the wait for its tokens and
+``Scheduler.update``. Only its past is made up: the decodes are handed to the scheduler as if another worker had
+computed their prompts, and the steps that lead a prompt to its middle are planned and booked but not run. What the KV
+holds does not matter for the time; the pool is filled with noise, since zeros save power and flatter a GPU's clock.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from nanopd.costmodel.analytical_fit import fit_alpha, fit_beta, fit_gamma
+from nanopd.costmodel.features import StepFeatures, StepPoint
+from nanopd.costmodel.hardware_profile import WHOLE, HardwareProfile
+from nanopd.costmodel.quality import FitQuality
+from nanopd.costmodel.step_fit import fit_step_time
+from nanopd.costmodel.step_time import StepTimeModel
+from nanopd.costmodel.sweep import CPU, CPU_QUICK, GPU, GPU_QUICK, PHASES, Limits, Setup, Sizes, plan_sweep
+from nanopd.engine.llm import LLM
+from nanopd.engine.plan import SchedulerConfig
+from nanopd.engine.request import Request
+from nanopd.engine.runner import ModelRunner
+from nanopd.engine.sampling_params import SamplingParams
+from nanopd.engine.scheduler import Scheduler
+from nanopd.errors import ConfigError
+from nanopd.kv.block_manager import BlockManager
+from nanopd.ops.measure import environment
+
+
+def profile_device(
+    llm: LLM,
+    *,
+    quick: bool = False,
+    link_gb_s: float | None = None,
+    link: str | None = None,
+    seed: int = 0,
+    use_tqdm: bool = True,
+    command: str | None = None,
+) -> HardwareProfile:
+    """Profile the device that ``llm`` runs on. About 50 s on an H200, 20 s if ``quick``; 30 s on a laptop, quick.
+
+    Args:
+        llm: idle; its whole KV pool is used, so that its prefix cache is empty afterwards.
+        link_gb_s, link: what ``nanopd.transfer`` measured on the path that transfers take; None if nothing moves.
+        seed: of the random points.
+
+    Raises:
+        ConfigError: the engine has unfinished requests, or its limits leave nothing to measure.
+        FitError: too few points for a fit.
+    """
+    points = measure_place(
+        llm.runner,
+        llm.scheduler.config,
+        llm.block_manager,
+        vocab_size=llm.config.vocab_size,
+        quick=quick,
+        seed=seed,
+        use_tqdm=use_tqdm,
+    )
+    profile = profile_of(llm, points, command=command)
+    return replace(profile, bandwidth_gb_s=link_gb_s, link=link)
+
+
+def profile_of(llm: LLM, points: Sequence[StepPoint], command: str | None = None) -> HardwareProfile:
+    """All fits on points that were measured on the whole device, and maybe on other places too. See above."""
+    whole = [point for point in points if point.place == WHOLE]
+    alpha, beta, gamma = fit_alpha(whole), fit_beta(whole), fit_gamma(whole)
+    models, quality, marked = fit_places(points)
+    device, dtype = llm.kv_cache.device, llm.kv_cache.tensor.dtype
+    where = environment(device, command)
+    return HardwareProfile(
+        device=where["gpu"],
+        model=llm.config.name,
+        dtype=str(dtype).removeprefix("torch."),
+        alpha_ms_per_token=alpha.alpha_ms_per_token,
+        beta_ms=beta.beta_ms,
+        gamma_ms_per_token=gamma.gamma_ms_per_token,
+        batch_thresh=beta.batch_thresh,
+        kv_bytes_per_token=llm.config.kv_bytes_per_token(dtype.itemsize),
+        num_blocks=llm.block_manager.num_blocks,
+        block_size=llm.block_manager.block_size,
+        step_time=models,
+        quality={"alpha": alpha.quality, "beta": beta.quality, "gamma": gamma.quality, **quality},
+        points=marked,
+        environment=where,
+        source="measured by nanopd profile",
+    )
+
+
+def fit_places(
+    points: Iterable[StepPoint],
+) -> tuple[dict[str, StepTimeModel], dict[str, FitQuality], tuple[StepPoint, ...]]:
+    """A step-time model for each place among ``points``, its quality, and all points with the held-out ones marked."""
+    by_place: dict[str, list[StepPoint]] = {}
+    for point in points:
+        by_place.setdefault(point.place, []).append(point)
+    fits = {place: fit_step_time(group, name=f"step time on {place}") for place, group in by_place.items()}
+    models = {place: fit.model for place, fit in fits.items()}
+    quality = {place: fit.quality for place, fit in fits.items()}
+    return models, quality, tuple(point for fit in fits.values() for point in fit.points)
+
+
+def measure_place(
+    runner: ModelRunner,
+    config: SchedulerConfig,
+    block_manager: BlockManager,
+    *,
+    vocab_size: int,
+    place: str = WHOLE,
+    phases: Sequence[str] = PHASES,
+    quick: bool = False,
+    sizes: Sizes | None = None,
+    seed: int = 0,
+    use_tqdm: bool = True,
+) -> list[StepPoint]:
+    """Measure the steps of one place: a whole device, or an SM partition with a runner of its own.
+
+    Args:
+        runner: runs the steps, on its own stream.
+        config: limits of a step.
+        block_manager: of the runner's pool; no block may be in use. It gives all of them away for the time of the
+            measurement, and has an empty prefix cache afterwards.
+        vocab_size: of the model; prompts are random.
+        place: name that the points get.
+        phases: "prefill", "decode" or both, by what the place is there for.
+        sizes: what to measure, instead of the default for the device and ``quick``.
+
+    Raises ConfigError if blocks are in use, or the limits leave nothing to measure.
+    """
+    from tqdm.auto import tqdm
+
+    on_gpu = runner.device.type == "cuda"
+    sizes = sizes or ((GPU_QUICK if quick else GPU) if on_gpu else (CPU_QUICK if quick else CPU))
+    pool_tokens = block_manager.num_blocks * block_manager.block_size
+    limits = Limits(
+        config.max_num_seqs, min(config.max_num_batched_tokens, pool_tokens), config.max_model_len, pool_tokens
+    )
+    setups = plan_sweep(sizes, limits, phases, seed)
+    if not setups:
+        raise ConfigError(f"nothing to measure on {place}: {phases} within {limits}")
+    points = []
+    with _whole_pool(runner, block_manager), _no_collection():
+        timer = StepTimer(runner, config, block_manager.num_blocks, block_manager.block_size, vocab_size, sizes)
+        timer.measure(setups[0])  # compiles, captures, allocates
+        for setup in tqdm(setups, f"Profiling {place}", unit="point", disable=not use_tqdm):
+            features, ms = timer.measure(setup)
+            points.append(StepPoint(features, ms, setup.kind, place, setup.held_out))
+    return points
+
+
+@dataclass
+class StepTimer:
+    """Sets steps up and times them. The pool is all its own."""
+
+    runner: ModelRunner
+    config: SchedulerConfig
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    sizes: Sizes
+
+    def measure(self, setup: Setup) -> tuple[StepFeatures, float]:
+        """The median of some timed steps that follow each other, after those that warm up: its counts and its ms.
+
+        Step by step the context grows (by a token for a decode, by a chunk for a prompt), and so each has counts of
+        its own.
+        """
+        scheduler = self._prepare(setup)
+        for _ in range(self.sizes.warm_up):
+            self._run_step(scheduler)
+        timed = sorted((self._run_step(scheduler) for _ in range(self.sizes.steps)), key=lambda step: step[1])
+        return timed[len(timed) // 2]
+
+    def _run_step(self, scheduler: Scheduler) -> tuple[StepFeatures, float]:
+        begin = time.perf_counter()
+        plan = scheduler.schedule()
+        tokens = self.runner.launch(plan).wait()
+        features = StepFeatures.of(plan)  # before update moves the requests on; a few µs
+        scheduler.update(plan, tokens)
+        return features, (time.perf_counter() - begin) * 1e3
+
+    def _prepare(self, setup: Setup) -> Scheduler:
+        """A scheduler about to plan the step that is wanted."""
+        config = replace(self.config, chunk_size=setup.per_prompt * setup.prompts or None)
+        manager = BlockManager(self.num_blocks, self.block_size, enable_prefix_caching=False, watermark=0.0)
+        scheduler = Scheduler(config, manager)
+        rounds = self.sizes.rounds
+        rng = random.Random(0)
+        noise = [rng.randrange(self.vocab_size) for _ in range(4096)]
+        for i in range(setup.num_decodes):
+            tokens = _tokens(noise, setup.kv_len + 1, 5 * i)
+            scheduler.attach(_decoding(manager, f"decode{i}", tokens, setup.skipped_steps + rounds + 1))
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        if setup.start:  # one prompt, which never reaches its end
+            tokens = _tokens(noise, setup.per_prompt * (setup.skipped_steps + rounds) + 1, 3)
+            scheduler.add(Request("prompt", tokens, params))
+            for _ in range(setup.skipped_steps):
+                plan = scheduler.schedule()
+                scheduler.update(plan, [[0] * len(chunk.samplers) for chunk in plan.chunks])
+        elif setup.prefill_tokens:
+            for i in range(rounds * setup.prompts):
+                scheduler.add(Request(f"prompt{i}", _tokens(noise, setup.per_prompt, 13 * i), params))
+        return scheduler
+
+
+# --- inside ------------------------------------------------------------------------------------------------------
+
+
+def _tokens(noise: list[int], length: int, shift: int) -> list[int]:
+    """``length`` token ids out of ``noise``, from another place for each ``shift``."""
+    shift %= len(noise)
+    repeated = noise[shift:] + noise * (length // len(noise) + 1)
+    return repeated[:length]
+
+
+def _decoding(manager: BlockManager, name: str, tokens: list[int], max_tokens: int) -> Request:
+    """A request whose prompt, all tokens but the last, counts as computed."""
+    request = Request(name, tokens[:-1], SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
+    request.table = manager.match_prefix(())
+    manager.append_slots(request.table, len(tokens) - 1)
+    manager.commit(request.table, tokens[:-1])
+    request.num_computed_tokens = len(tokens) - 1
+    request.append_token(tokens[-1])
+    return request
+
+
+@contextmanager
+def _whole_pool(runner: ModelRunner, manager: BlockManager) -> Iterator[None]:
+    """Take every block from its manager, fill the pool with noise, and give the blocks back at the end."""
+    if manager.num_free_blocks < manager.num_blocks:
+        raise ConfigError(
+            f"profiling takes the whole KV pool: {manager.num_blocks - manager.num_free_blocks} of its"
+            f" {manager.num_blocks} blocks are in use, 0 may be"
+        )
+    table = manager.match_prefix(())
+    manager.append_slots(table, manager.num_blocks * manager.block_size)  # cached prefixes are given up
+    try:
+        for layer in range(runner.kv_cache.num_layers):  # one at a time: a generator works in float32 internally
+            runner.kv_cache.tensor[layer].normal_()
+        yield
+    finally:
+        manager.free(table)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection in the middle of a timed step."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
