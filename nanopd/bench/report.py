@@ -1,0 +1,140 @@
+"""Report: all runs of a comparison in one JSON file, with what is needed to judge and to repeat them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from nanopd.bench.goodput import Goodput, Probe
+from nanopd.bench.hardware import Hardware, check_equal
+from nanopd.bench.metrics import SLO, Summary
+from nanopd.bench.records import Outcome, RequestRecord
+from nanopd.errors import ReportError
+
+SCHEMA = "nanopd-serving-benchmark/1"
+MOST_SAMPLES = 2000  # of each latency per run, for violins; every k-th by size if there are more
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run: a strategy at a rate."""
+
+    strategy: str
+    rate: float  # asked for; the summary has the real one
+    summary: Summary
+    schedule: str  # fingerprint of the arrivals: equal for all strategies at this rate
+    samples: Mapping[str, list[float]] = field(default_factory=dict)  # ttft_s, tpot_s, e2e_s of completed requests
+
+
+@dataclass(frozen=True)
+class Report:
+    """A comparison. ``comparison`` says on which footing: equal hardware, or per GPU."""
+
+    workload: str
+    note: str  # where lengths and arrivals come from
+    slo: SLO
+    seed: int
+    options: Mapping[str, Any]  # of the load, and what was clipped
+    hardware: Mapping[str, Hardware]  # by strategy
+    comparison: str
+    results: tuple[Result, ...]
+    goodput: Mapping[str, Goodput] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def strategies(self) -> list[str]:
+        return list(self.hardware)
+
+    @property
+    def per_gpu(self) -> bool:
+        """Whether rates must be divided by GPUs before strategies are compared."""
+        return self.comparison != "equal hardware"
+
+    def of(self, strategy: str) -> list[Result]:
+        """Runs of ``strategy`` by rate."""
+        return sorted((r for r in self.results if r.strategy == strategy), key=lambda r: r.rate)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the JSON, whole or not at all; returns the path."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps({"schema": SCHEMA, **_rounded(asdict(self))}, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+        return path
+
+
+def make_report(results: list[Result], hardware: Mapping[str, Hardware], *, allow_unequal: bool, **rest: Any) -> Report:
+    """A report of ``results``, after checking that they can be compared; ``rest`` as the fields of `Report`.
+
+    Raises:
+        UnequalHardwareError: GPU counts or SM totals differ, and ``allow_unequal`` is not given.
+        ReportError: two strategies saw different arrivals at one rate, or a result has no hardware.
+    """
+    comparison = check_equal(hardware, allow_unequal)
+    arrivals: dict[float, str] = {}
+    for result in results:
+        if result.strategy not in hardware:
+            raise ReportError(f"a result of {result.strategy!r}, whose hardware is not stated")
+        if arrivals.setdefault(result.rate, result.schedule) != result.schedule:
+            raise ReportError(f"at {result.rate:g}/s {result.strategy!r} saw other arrivals than the strategies before")
+    return Report(hardware=dict(hardware), comparison=comparison, results=tuple(results), **rest)
+
+
+def load_report(path: str | Path) -> Report:
+    """Read what ``Report.save`` wrote. Raises ReportError if the file is missing, damaged or of another version."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ReportError(f"cannot read the report {path}: {error}") from error
+    schema = data.pop("schema", None) if isinstance(data, dict) else None
+    if schema != SCHEMA:
+        raise ReportError(f"{path} has schema {schema!r}, this version reads {SCHEMA!r}")
+    try:
+        results = tuple(Result(**{**r, "summary": Summary.from_json(r["summary"])}) for r in data.pop("results"))
+        hardware = {
+            name: Hardware(tuple(h["devices"]), h["sms"], h["description"]) for name, h in data.pop("hardware").items()
+        }
+        goodput = {
+            name: Goodput(**{**g, "probes": tuple(Probe(**p) for p in g["probes"])})
+            for name, g in data.pop("goodput").items()
+        }
+        return Report(results=results, hardware=hardware, goodput=goodput, slo=SLO(**data.pop("slo")), **data)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ReportError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def samples(records: list[RequestRecord], warmup_s: float = 0.0) -> dict[str, list[float]]:
+    """Latencies of the measured completed requests, ascending, for `Result.samples`."""
+    done = [r for r in records if r.outcome is Outcome.COMPLETED and r.time_s >= warmup_s]
+    found: dict[str, list[float]] = {}
+    for name in ("ttft_s", "tpot_s", "e2e_s"):
+        values = sorted(value for r in done if (value := getattr(r, name)) is not None)
+        step = max(1, -(-len(values) // MOST_SAMPLES))
+        found[name] = values[::step]
+    return found
+
+
+def basic_environment(command: str = "") -> dict[str, str]:
+    """Where a run took place, as far as it can be known without torch (`nanopd.ops.measure.environment` knows more)."""
+    return {
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": command,
+    }
+
+
+def _rounded(value: Any) -> Any:
+    """Five significant digits are more than any latency repeats to; rates are kept, since they are keys."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, Mapping):
+        return {str(k): v if k in ("rate", "upper", "per_gpu") else _rounded(v) for k, v in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,203 @@
+"""Workloads: arrivals with their lengths, generated ahead of a run and from a seed.
+
+The same seed gives every strategy the same arrivals and the same prompts. It also gives every *rate* the same sequence
+of lengths and the same arrival pattern, only faster (common random numbers), so that a curve over rates moves because
+the rate moves. Token ids differ from rate to rate, or a prefix cache would answer the second run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from nanopd.bench.lengths import Fixed, Lengths
+from nanopd.errors import ConfigError
+
+MOST_ARRIVALS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request, before it is sent."""
+
+    index: int
+    time_s: float  # after the start of the run
+    prompt_tokens: int
+    output_tokens: int
+    prefix: tuple[int, ...] = ()  # ids of shared blocks: the prompt begins with these, ``prefix_block`` tokens each
+    prefix_block: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A share of the requests: its weight among the parts, and its lengths."""
+
+    weight: float
+    prompt: Lengths
+    output: Lengths
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A mix of requests. Longer lengths than the maxima are clipped to them, and counted.
+
+    Raises ConfigError without parts, for weights that are not positive, or maxima below 1.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    max_prompt: int = 32_768  # tokens
+    max_output: int = 2_048
+    source: str = ""  # where the lengths come from
+
+    def __post_init__(self) -> None:
+        if not self.parts or any(not part.weight > 0 for part in self.parts):
+            raise ConfigError(f"workload {self.name!r} needs parts of positive weight")
+        if self.max_prompt < 1 or self.max_output < 1:
+            raise ConfigError(
+                f"maxima of workload {self.name!r} must be at least 1 token, got {self.max_prompt}, {self.max_output}"
+            )
+
+    @classmethod
+    def fixed(cls, prompt: int, output: int) -> Workload:
+        """Requests that are all alike."""
+        part = Part(1.0, Fixed(prompt), Fixed(output))
+        return cls(f"fixed-{prompt}-{output}", (part,), prompt, output, "one length")
+
+    def draw(self, rng: random.Random) -> tuple[int, int]:
+        """(prompt tokens, output tokens), not clipped yet."""
+        (part,) = rng.choices(self.parts, [part.weight for part in self.parts])
+        return part.prompt.draw(rng), part.output.draw(rng)
+
+    def scaled(self, factor: float) -> Workload:
+        """All lengths and maxima times ``factor``: the same shape for a smaller model."""
+        if not factor > 0:
+            raise ConfigError(f"a workload can be scaled by a positive factor, got {factor}")
+        parts = tuple(Part(p.weight, p.prompt.scaled(factor), p.output.scaled(factor)) for p in self.parts)
+        return replace(
+            self,
+            name=f"{self.name}*{factor:g}" if factor != 1 else self.name,
+            parts=parts,
+            max_prompt=max(1, round(self.max_prompt * factor)),
+            max_output=max(1, round(self.max_output * factor)),
+        )
+
+    def fitting(self, max_model_len: int) -> Workload:
+        """Maxima lowered until prompt and output fit into ``max_model_len`` together; outputs keep at most half."""
+        if max_model_len < 2:
+            raise ConfigError(f"a request needs at least 2 tokens, the model's length is {max_model_len}")
+        output = min(self.max_output, max_model_len // 2)
+        return replace(self, max_output=output, max_prompt=min(self.max_prompt, max_model_len - output))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Arrivals in order of time, and what they were made from."""
+
+    name: str
+    arrivals: tuple[Arrival, ...]
+    duration_s: float  # arrivals lie in [0, duration_s)
+    seed: int
+    num_clipped_prompts: int = 0
+    num_clipped_outputs: int = 0
+    note: str = ""  # source of the lengths, what was done to the times
+    salt: str = ""  # part of the seed of the token ids
+
+    def __len__(self) -> int:
+        return len(self.arrivals)
+
+    @property
+    def rate(self) -> float:
+        """Requests per second as they really are."""
+        return len(self.arrivals) / self.duration_s
+
+    def prompt(self, arrival: Arrival, vocab_size: int) -> list[int]:
+        """Token ids of ``arrival``, uniform in [0, vocab_size), the same in every process and for every strategy.
+
+        Tokens under a shared prefix id depend on that id, all others on the request.
+        """
+        tokens: list[int] = []
+        for block in arrival.prefix:
+            size = min(arrival.prefix_block, arrival.prompt_tokens - len(tokens))
+            if size == 0:  # a clipped prompt
+                break
+            tokens += _tokens(f"{self.seed}/{self.salt}/block/{block}", vocab_size, arrival.prefix_block)[:size]
+        own = arrival.prompt_tokens - len(tokens)
+        return tokens + _tokens(f"{self.seed}/{self.salt}/request/{arrival.index}", vocab_size, own)
+
+    def at_rate(self, rate: float) -> Schedule:
+        """The same requests, times stretched so that ``rate`` of them come per second. Its tokens are others."""
+        _check_rate(rate)
+        factor = self.rate / rate
+        arrivals = tuple(replace(a, time_s=a.time_s * factor) for a in self.arrivals)
+        note = f"{self.note}; times multiplied by {factor:.4g}".lstrip("; ")
+        return replace(
+            self, arrivals=arrivals, duration_s=self.duration_s * factor, note=note, salt=f"{self.salt}@{rate!r}"
+        )
+
+    def fingerprint(self) -> str:
+        """16 hex digits that two schedules share only if times, lengths, prefixes and token seeds are equal."""
+        digest = hashlib.sha256(repr((self.seed, self.salt, self.duration_s)).encode())
+        for arrival in self.arrivals:
+            digest.update(repr(tuple(asdict(arrival).values())).encode())
+        return digest.hexdigest()[:16]
+
+
+def poisson(workload: Workload, rate: float, duration_s: float, seed: int = 0) -> Schedule:
+    """Poisson arrivals: independent exponential gaps of mean 1/``rate`` seconds, for ``duration_s`` seconds.
+
+    Raises ConfigError for a rate or duration that is not positive, or for more than a million arrivals.
+    """
+    _check_rate(rate)
+    if not (duration_s > 0 and math.isfinite(duration_s)):
+        raise ConfigError(f"the duration must be a positive number of seconds, got {duration_s}")
+    if rate * duration_s > MOST_ARRIVALS:
+        raise ConfigError(f"rate {rate:g} for {duration_s:g} s makes over {MOST_ARRIVALS:,} arrivals")
+    gaps, lengths = random.Random(f"{seed}/gaps"), random.Random(f"{seed}/lengths")
+    arrivals: list[Arrival] = []
+    clipped_prompts = clipped_outputs = 0
+    for index, time_s in enumerate(_times(gaps, rate, duration_s)):
+        prompt, output = workload.draw(lengths)
+        clipped_prompts += prompt > workload.max_prompt
+        clipped_outputs += output > workload.max_output
+        arrivals.append(Arrival(index, time_s, min(prompt, workload.max_prompt), min(output, workload.max_output)))
+    return Schedule(
+        workload.name,
+        tuple(arrivals),
+        duration_s,
+        seed,
+        clipped_prompts,
+        clipped_outputs,
+        f"Poisson arrivals at {rate:g}/s; lengths: {workload.source or 'as given'}",
+        f"{rate!r}",
+    )
+
+
+def schedules(workload: Workload, duration_s: float, seed: int = 0) -> Callable[[float], Schedule]:
+    """rate -> Poisson schedule, as `compare_strategies` takes it."""
+    return lambda rate: poisson(workload, rate, duration_s, seed)
+
+
+def _times(rng: random.Random, rate: float, duration_s: float) -> Iterator[float]:
+    time_s = rng.expovariate(1.0) / rate
+    while time_s < duration_s:
+        yield time_s
+        time_s += rng.expovariate(1.0) / rate
+
+
+def _tokens(seed: str, vocab_size: int, count: int) -> list[int]:
+    """``choices`` takes one float per token: ten times as fast as ``randrange``, and as stable between versions."""
+    return random.Random(seed).choices(range(vocab_size), k=count) if count > 0 else []
+
+
+def _check_rate(rate: float) -> None:
+    if not (rate > 0 and math.isfinite(rate)):
+        raise ConfigError(f"the rate must be a positive number of requests per second, got {rate}")
+
+
+def total_tokens(arrivals: Sequence[Arrival]) -> tuple[int, int]:
+    """(prompt tokens, output tokens) of all arrivals."""
+    return sum(a.prompt_tokens for a in arrivals), sum(a.output_tokens for a in arrivals)
