@@ -2,7 +2,8 @@
 
 On relative error, since a router cares about a 5 ms step that is off by 1 ms as much as about a 50 ms step that is off
 by 10. With the knee and the launch floor given, the model is linear in its coefficients: non-negative least squares
-on rows divided by the measured time. Knee and floor are searched over a grid.
+on rows divided by the measured time. Knee and floor are searched over a grid. The loss is Cauchy's, c² log(1 + (r/c)²)
+(Huber, "Robust Statistics", 1981), solved by reweighting: a step that was held up by somebody else counts little.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from nanopd.errors import ConfigError, FitError
 MIN_POINTS = 8
 _KNEES = 14  # candidates for the knee
 _FLOORS = 12  # candidates for the number of launch-bound points
+_CAUCHY = 0.1  # relative error from which on a point loses weight
 _FLOOR_PRICE = 1.15  # a floor must explain that much, or it only explains noise
+_ROUNDS = 4  # of reweighting
 _COLUMNS = (
     "base_ms",
     "token_ms",
@@ -92,7 +95,8 @@ def _search(points: Sequence[StepPoint]) -> StepTimeModel:
         rows = np.array([_row(f, float(knee)) for f in features])
         for floor in floors:
             model = _fit(rows, ms, eager & (ms <= floor), float(knee))
-            loss = sum((model.step_ms(point.features) / point.ms - 1.0) ** 2 for point in points)
+            residuals = np.array([model.step_ms(point.features) / point.ms - 1.0 for point in points])
+            loss = float(np.log1p((residuals / _CAUCHY) ** 2).sum())
             loss *= _FLOOR_PRICE if model.launch_ms else 1.0
             if best is None or loss < best[0]:
                 best = loss, model
@@ -117,7 +121,10 @@ def _row(f: StepFeatures, knee: float) -> tuple[float, ...]:
 def _fit(rows: Array, ms: Array, launch_bound: np.ndarray, knee: float) -> StepTimeModel:
     """Coefficients from the steps that the device bounds, and the launch floor from the others."""
     device = ~launch_bound
-    x = nnls(rows[device] / ms[device, None], np.ones(device.sum()))
+    relative, weights = rows[device] / ms[device, None], np.ones(device.sum())
+    for _ in range(_ROUNDS):
+        x = nnls(relative * weights[:, None], weights)
+        weights = 1.0 / np.sqrt(1.0 + ((relative @ x - 1.0) / _CAUCHY) ** 2)
     values = dict(zip(_COLUMNS, map(float, x)))
     launch = 0.0
     if launch_bound.any():
