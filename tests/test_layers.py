@@ -28,6 +28,7 @@ NO_TORCH = (
     "nanopd", "nanopd.errors", "nanopd.ops", "nanopd.kv", "nanopd.kv.*",
     "nanopd.model", "nanopd.model.config", "nanopd.model.presets",
     "nanopd.engine", "nanopd.engine.*",
+    "nanopd.transfer", "nanopd.transfer.*",
     "nanopd.costmodel", "nanopd.costmodel.*",
     "nanopd.router", "nanopd.router.*", "nanopd.bench", "nanopd.bench.*", "nanopd.sim", "nanopd.sim.*",
     "nanopd.viz", "nanopd.viz.*", "nanopd.course", "nanopd.course.*", "nanopd.cli", "nanopd.cli.*",
@@ -39,6 +40,9 @@ TORCH = (
     "nanopd.engine.llm",
     "nanopd.engine.beam",
     "nanopd.engine.kv_budget", "nanopd.engine.benchmark", "nanopd.engine.benchmark_peer",
+    "nanopd.transfer.cache_link", "nanopd.transfer.pipeline", "nanopd.transfer.streams",
+    "nanopd.transfer.shared_pool", "nanopd.transfer.same_device", "nanopd.transfer.peer",
+    "nanopd.transfer.pinned_relay", "nanopd.transfer.probe", "nanopd.transfer.benchmark", "nanopd.transfer.overlap",
     "nanopd.costmodel.profiler",
     "nanopd.course.magic",
 )  # fmt: skip

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from nanopd.transfer.link import Link, Transfer
     from nanopd.transfer.peer import PeerLink
     from nanopd.transfer.pinned_relay import PinnedRelayLink
-    from nanopd.transfer.probe import connect, probe
+    from nanopd.transfer.probe import connect, probe_link
     from nanopd.transfer.report import LinkReport
     from nanopd.transfer.same_device import SameDeviceLink
     from nanopd.transfer.shared_pool import SharedPoolLink
@@ -31,7 +31,7 @@ _HOME = {
     "Transfer": "link",
     "connect": "probe",
     "overlap_timeline": "timeline",
-    "probe": "probe",
+    "probe_link": "probe",
 }
 
 __all__ = [
@@ -48,7 +48,7 @@ __all__ = [
     "Transfer",
     "connect",
     "overlap_timeline",
-    "probe",
+    "probe_link",
 ]
 
 

@@ -73,14 +73,17 @@ class Link(ABC):
 
     Args:
         layout: of both pools.
+        bytes_per_block: over all layers, keys and values.
         source_blocks, destination_blocks: how many blocks the pools have.
     """
 
     path: str
     report: LinkReport | None = None  # what probing found, if this link was chosen by it
 
-    def __init__(self, layout: LayoutFingerprint, source_blocks: int, destination_blocks: int) -> None:
-        self.layout = layout
+    def __init__(
+        self, layout: LayoutFingerprint, bytes_per_block: int, source_blocks: int, destination_blocks: int
+    ) -> None:
+        self.layout, self.bytes_per_block = layout, bytes_per_block
         self.source_blocks, self.destination_blocks = source_blocks, destination_blocks
 
     @abstractmethod

@@ -57,6 +57,8 @@ class QueuedTransfer(Transfer):
         self._error: TransferError | None = None
 
     def send_layer(self, layer: int) -> None:
+        if self.stopped:
+            return
         if layer != self.layers_sent:
             raise TransferError(f"{self.handoff}: layer {layer} was sent, layer {self.layers_sent} is next")
         self._link.submit(self, range(layer, layer + 1))
@@ -69,7 +71,13 @@ class QueuedTransfer(Transfer):
         self._link.submit(self, layers, ready)
 
     def done(self) -> bool:
-        return self._handled() and (self.last is None or self.last.done())
+        if not self._handled():
+            return False
+        try:
+            return self.last is None or self.last.done()
+        except Exception as error:  # a device that failed says so here
+            self._link.stop(self, failure(self.handoff, error))
+            return True
 
     def wait(self, timeout: float | None = None) -> bool:
         deadline = None if timeout is None else time.perf_counter() + timeout
@@ -81,8 +89,8 @@ class QueuedTransfer(Transfer):
             try:
                 if not self.last.wait(rest):
                     return False
-            except Exception as error:  # a device that failed says so here
-                self._link.stop(self, _failure(self.handoff, error))
+            except Exception as error:  # as in done()
+                self._link.stop(self, failure(self.handoff, error))
         if self._error is not None:
             raise self._error
         return True
@@ -122,8 +130,10 @@ class QueuedLink(Link):
 
     CLOSE_SECONDS = 30.0  # a link that has not stopped by then is reported rather than waited for
 
-    def __init__(self, layout: LayoutFingerprint, source_blocks: int, destination_blocks: int) -> None:
-        super().__init__(layout, source_blocks, destination_blocks)
+    def __init__(
+        self, layout: LayoutFingerprint, bytes_per_block: int, source_blocks: int, destination_blocks: int
+    ) -> None:
+        super().__init__(layout, bytes_per_block, source_blocks, destination_blocks)
         self.changed = threading.Condition()
         self.closed = False
         self._queue: deque[Job] = deque()
@@ -134,16 +144,16 @@ class QueuedLink(Link):
     # --- for subclasses ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def bytes_of(self, handoff: Handoff) -> int:
-        """How many bytes its transfer moves."""
-
-    @abstractmethod
     def pieces(self, handoff: Handoff, layers: range) -> Iterator[Piece]:
         """What is moved at a time."""
 
     @abstractmethod
     def move(self, transfer: QueuedTransfer, piece: Piece, ready: Mark) -> Moved:
         """Move one piece, or enqueue its move, after ``ready``. Runs in the link's thread."""
+
+    def bytes_of(self, handoff: Handoff) -> int:
+        """How many bytes its transfer moves: all of its KV."""
+        return handoff.num_blocks * self.bytes_per_block
 
     def ready(self) -> Mark:
         """A mark after all that the source stream has been given so far. Runs in the caller's thread."""
@@ -209,10 +219,11 @@ class QueuedLink(Link):
                 try:
                     self._carry_out(job)
                 except Exception as error:
-                    self.stop(job.transfer, _failure(job.transfer.handoff, error))
+                    self.stop(job.transfer, failure(job.transfer.handoff, error))
                 with self.changed:
                     job.transfer.busy = False
                     self.changed.notify_all()
+                del job  # or the thread would keep the last transfer alive
 
     def _take(self) -> Job | None:
         """The next job, once there is one; None when the link was closed and nothing is left."""
@@ -226,8 +237,6 @@ class QueuedLink(Link):
 
     def _carry_out(self, job: Job) -> None:
         transfer = job.transfer
-        if transfer.last is None:
-            transfer.last = job.ready
         for piece in self.pieces(transfer.handoff, job.layers):
             if transfer.stopped:
                 return
@@ -236,16 +245,21 @@ class QueuedLink(Link):
             transfer.moved.append(moved)
         if transfer.stopped:
             return
-        if job.layers.stop == self.layout.num_layers and not transfer.moved:
-            transfer.last = job.ready  # nothing moved: it has arrived when the source has computed it
+        if not transfer.moved:
+            transfer.last = job.ready  # nothing to move: it has arrived once the source has computed it
         transfer.layers_moved = job.layers.stop
+        if transfer.layers_moved == self.layout.num_layers:
+            transfer.state = None
 
     def _refuse_if_closed(self, handoff: Handoff) -> None:
         if self.closed:
             raise TransferError(f"{handoff}: the link ({self.path}) is closed")
 
 
-def _failure(handoff: Handoff, error: Exception) -> TransferError:
-    failure = TransferError(f"{handoff} failed: {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
+def failure(handoff: Handoff, error: Exception) -> TransferError:
+    """What a transfer ends with when ``error`` was raised under way."""
+    if isinstance(error, TransferError):
+        return error
+    result = TransferError(f"{handoff} failed: {type(error).__name__}: {error}")
+    result.__cause__ = error
+    return result
