@@ -18,14 +18,14 @@ class Admission:
         self._queues = queues
         self._refused: tuple[Request, int] | None = None  # head of waiting, and the free blocks that were too few
 
-    def validate(self, request: Request) -> None:
+    def validate(self, request: Request, hand_off: bool | None = None) -> None:
         """Raise EmptyPromptError, DuplicateRequestError or PromptTooLongError if it cannot be accepted."""
         if not request.prompt_token_ids:
             raise EmptyPromptError(f"request {request.request_id!r}: the prompt is empty, it needs at least 1 token")
         self._queues.check_new(request.request_id)
         for index in range(1, request.params.n):
             self._queues.check_new(request.sibling_id(index))
-        self.check_length(request)
+        self.check_length(request, hand_off)
 
     def check_length(self, request: Request, hand_off: bool | None = None) -> None:
         """Raise PromptTooLongError unless the request fits the model's length, and the pool when alone in it.

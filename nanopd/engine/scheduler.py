@@ -86,9 +86,12 @@ class Scheduler:
 
     # --- requests come and go --------------------------------------------------------------------------------
 
-    def validate(self, request: Request) -> None:
-        """Raise what ``add`` would raise (an InvalidRequestError), and change nothing."""
-        self._admission.validate(request)
+    def validate(self, request: Request, *, hand_off: bool | None = None) -> None:
+        """Raise what ``add`` would raise (an InvalidRequestError), and change nothing.
+
+        ``hand_off``: as if the request had it set so.
+        """
+        self._admission.validate(request, hand_off)
 
     def add(self, request: Request, now: float = 0.0) -> list[Request]:
         """Queue ``request`` and, for n > 1, its siblings. Returns all n sequences, the parent first.

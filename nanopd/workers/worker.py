@@ -75,8 +75,12 @@ class Worker:
         """Whether a block id means the same memory to both."""
         return self.block_manager is other.block_manager
 
+    def check(self, request: Request) -> None:
+        """Raise an InvalidRequestError if the request can never be served here."""
+        self.scheduler.validate(request)
+
     def add(self, request: Request, now: float) -> None:
-        """Queue a request here. Raises what ``Scheduler.add`` raises."""
+        """Queue a request here. Raises what ``check`` raises."""
         self.scheduler.add(request, now)
 
     def __repr__(self) -> str:
@@ -93,6 +97,9 @@ class PrefillWorker(Worker):
     """Computes prompts, in chunks, batched, with a prefix cache; each request leaves with its first token."""
 
     role = Role.PREFILL
+
+    def check(self, request: Request) -> None:
+        self.scheduler.validate(request, hand_off=True)
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request. With ``request.table`` set (a shared pool) its KV goes into the blocks reserved there."""
@@ -122,6 +129,9 @@ class DecodeWorker(Worker):
         super().__init__(*args, **kwargs)
         self.reserved: dict[str, BlockTable | None] = {}  # by request id, a seat each; None: the table was lent
 
+    def check(self, request: Request) -> None:
+        self.scheduler.check_attachable(request)
+
     @property
     def num_free_seats(self) -> int:
         return self.scheduler.num_free_seats - len(self.reserved)
@@ -132,7 +142,7 @@ class DecodeWorker(Worker):
         None if there is no room now, or if requests of its own wait here: those would have to preempt the newcomer.
         Raises DuplicateRequestError or PromptTooLongError if the request can never run here.
         """
-        self.scheduler.check_attachable(request)
+        self.check(request)
         if self.num_free_seats < 1 or self.scheduler.waiting:
             return None
         blocks = self.block_manager

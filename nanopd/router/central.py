@@ -1,0 +1,643 @@
+"""CentralScheduler: every request from its arrival to its end, over workers of all three roles.
+
+A state machine in plain Python: no thread, no lock, no clock, no tensor. A driver calls it with its own ``now`` and
+carries out what it answers: steps of workers, and handoffs on links. Threads do so in `nanopd.router.server`, a virtual
+clock in `nanopd.sim`.
+
+Collocated requests go to a worker's own queue at once. Disaggregated ones wait in the backlog, first come, first
+served, until a decode worker has reserved blocks and a seat for them (admission by credit): whoever has been prefilled
+can run. No step of one worker ever waits for a step of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from nanopd.engine.desk import OutputDesk
+from nanopd.engine.detokenizer import Tokenizer
+from nanopd.engine.jobs import Job, OutputCallback
+from nanopd.engine.plan import StepPlan
+from nanopd.engine.request import FinishReason, Request, RequestState, Stamp
+from nanopd.errors import (
+    ConfigError,
+    DuplicateRequestError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    NonFiniteLogitsError,
+    NoWorkerError,
+    OutOfBlocksError,
+    OverloadedError,
+    StepFailedError,
+    UnknownRequestError,
+    WorkerFailedError,
+)
+from nanopd.router.decision import Path, Policy
+from nanopd.router.entry import Backlog, Entry, Stage
+from nanopd.router.moves import Moves
+from nanopd.router.snapshot import Snapshot, WorkerSnapshot
+from nanopd.transfer.handoff import Handoff
+from nanopd.workers.worker import DecodeWorker, PrefillWorker, Role, Worker
+
+
+@dataclass(frozen=True)
+class CentralConfig:
+    """Limits.
+
+    * ``growth_tokens``: KV slots that a decode worker reserves beyond the prompt. More of them, fewer preemptions.
+    * ``prefill_ahead_tokens``: requests are granted a reservation only while the prefill worker has fewer tokens than
+      this to compute, so that blocks are not held for those who must still wait for long.
+    * ``lease_s``: seconds after which a transfer counts as lost.
+    * ``max_retries``: how often a request is computed anew after a failure that is not its own.
+    * ``max_failed_steps``: a worker that fails this many steps in a row is given up.
+    * ``max_unfinished``: requests beyond it are refused; None for no limit.
+    * ``stream_layers``: send each prefill chunk's KV layer by layer while the step still computes.
+
+    Raises ConfigError.
+    """
+
+    growth_tokens: int = 64
+    prefill_ahead_tokens: int = 8192
+    lease_s: float = 30.0
+    max_retries: int = 2
+    max_failed_steps: int = 3
+    max_unfinished: int | None = None
+    stream_layers: bool = True
+
+    def __post_init__(self) -> None:
+        least = {"growth_tokens": 0, "prefill_ahead_tokens": 1, "max_retries": 0, "max_failed_steps": 1}
+        if self.max_unfinished is not None:
+            least["max_unfinished"] = 1
+        for name, limit in least.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < limit:
+                raise ConfigError(f"{name} must be an int >= {limit}, got {value!r}")
+        if not isinstance(self.lease_s, (int, float)) or not self.lease_s > 0:
+            raise ConfigError(f"lease_s must be a number of seconds > 0, got {self.lease_s!r}")
+
+
+@dataclass(slots=True)
+class WorkerStep:
+    """What a worker is to do next: the plan, and handoffs to stream while it runs."""
+
+    worker: Worker
+    plan: StepPlan
+    start: float
+    handoffs: list[Handoff] = field(default_factory=list)
+
+
+class Predictor(Protocol):
+    """Guesses output lengths; see ``nanopd.router.predictor``."""
+
+    def predict(self, request: Request) -> float: ...
+    def observe(self, request: Request) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One decision or change, for logs and for comparing a simulation with the run that it repeats."""
+
+    time: float
+    kind: str  # routed, granted, step, handoff, arrived, retried, expired, worker_failed, finished
+    subject: str  # request or worker
+    detail: str = ""
+
+
+class CentralScheduler:
+    """Routes on arrival, plans steps, moves requests between workers.
+
+    Args:
+        workers: of any roles; names are unique.
+        policy: decides each request's path.
+        links: (prefill worker, decode worker) names between which KV can move, beside those that share a pool.
+        kv_bytes_per_token, link_gb_s: for snapshots.
+        observe: called with each `Event`.
+
+    Raises ConfigError: no worker, a name twice, or layouts of two linked workers that differ.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        policy: Policy,
+        *,
+        config: CentralConfig | None = None,
+        links: Collection[tuple[str, str]] = (),
+        predictor: Predictor | None = None,
+        tokenizer: Tokenizer | None = None,
+        kv_bytes_per_token: int = 0,
+        link_gb_s: float | None = None,
+        observe: Callable[[Event], None] | None = None,
+    ) -> None:
+        self.config = config or CentralConfig()
+        self.policy = policy
+        self.predictor = predictor
+        self.desk = OutputDesk()
+        self.workers = {worker.name: worker for worker in workers}
+        self._check_workers(workers, links)
+        self._links = frozenset(links)
+        self._tokenizer = tokenizer
+        self._kv_bytes_per_token, self._link_gb_s = kv_bytes_per_token, link_gb_s
+        self._observe = observe
+        self._entries: dict[str, Entry] = {}
+        self._backlog = Backlog()
+        self._moves = Moves(self.config.lease_s)
+        self._due: list[Handoff] = []  # for `take_handoffs`
+        self._cancelled: list[int] = []  # for `take_cancelled`
+        self._awake: set[str] = set()  # for `take_awake`
+        self._blocked: set[str] = set()  # hold blocks, and could not go on when they last tried
+        self._steps: dict[str, WorkerStep] = {}  # in flight, by worker
+        self._failed_steps = dict.fromkeys(self.workers, 0)  # in a row
+        self._kv_tokens_read = dict.fromkeys(self.workers, 0)  # by the last step's decodes
+
+    def _check_workers(self, workers: Sequence[Worker], links: Collection[tuple[str, str]]) -> None:
+        if not workers:
+            raise ConfigError("at least one worker is needed, got none")
+        if len(self.workers) != len(workers):
+            raise ConfigError(f"worker names must be unique, got {sorted(worker.name for worker in workers)}")
+        for source, destination in links:
+            for name in (source, destination):
+                if name not in self.workers:
+                    raise ConfigError(f"a link names worker {name!r}; there are {sorted(self.workers)}")
+            mine, theirs = self.workers[source].fingerprint, self.workers[destination].fingerprint
+            if mine.differences(theirs):
+                raise ConfigError(f"{source} and {destination} differ in layout: {'; '.join(mine.differences(theirs))}")
+
+    # --- requests --------------------------------------------------------------------------------------------
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences in flight."""
+        return len(self._entries)
+
+    def submit(
+        self,
+        sequences: Sequence[Request],
+        now: float,
+        *,
+        prompt: str | None = None,
+        stream: bool = False,
+        on_output: OutputCallback | None = None,
+    ) -> None:
+        """Accept a user's request: its n sequences, each with ``params.n`` 1 and the first one's ``parent_id``.
+
+        Raises DuplicateRequestError, EmptyPromptError, PromptTooLongError, NoWorkerError or OverloadedError; then
+        nothing was accepted.
+        """
+        first = sequences[0]
+        if first.parent_id in self.desk.jobs or any(s.request_id in self._entries for s in sequences):
+            raise DuplicateRequestError(f"request {first.parent_id!r} is still in flight")
+        limit = self.config.max_unfinished
+        if limit is not None and len(self._entries) + len(sequences) > limit:
+            raise OverloadedError(
+                f"request {first.parent_id!r}: {len(self._entries)} sequences are unfinished, the limit is {limit}"
+            )
+        predicted = None if self.predictor is None else self.predictor.predict(first)
+        decision = self.policy.decide(first, self.snapshot(now), predicted)
+        path = self._possible_path(first, decision.path)
+        self.desk.open(Job(prompt, sequences, self._tokenizer, stream=stream, on_output=on_output))
+        for request in sequences:
+            entry = Entry(request, decision, path, Stage.BACKLOG)
+            self._entries[request.request_id] = entry
+            self._note(now, "routed", request.request_id, path.value)
+            if request.params.max_tokens == 0:
+                request.stamps.append(Stamp(now, RequestState.WAITING.value))
+                self._finish(entry, FinishReason.LENGTH, now)
+            else:
+                self._place(entry, now)
+        self._grant(now)
+
+    def abort(self, request_id: str, now: float) -> None:
+        """End a user's request, wherever its sequences are. Raises UnknownRequestError."""
+        job = self.desk.jobs.get(request_id)
+        if job is None:
+            raise UnknownRequestError(f"no request {request_id!r} is in flight")
+        for request in job.sequences:
+            entry = self._entries.get(request.request_id)
+            if entry is not None:
+                self._finish(entry, FinishReason.ABORTED, now)
+        self._grant(now)
+
+    def snapshot(self, now: float) -> Snapshot:
+        """What a policy may know. O(workers)."""
+        alive = tuple(self._snapshot(worker) for worker in self.workers.values() if worker.alive)
+        num_bytes = self._moves.num_tokens * self._kv_bytes_per_token
+        return Snapshot(
+            now=now,
+            workers=alive,
+            backlog_requests=len(self._backlog),
+            backlog_tokens=self._backlog.num_tokens,
+            transfers=len(self._moves),
+            transfer_bytes=num_bytes,
+            kv_bytes_per_token=self._kv_bytes_per_token,
+            link_gb_s=self._link_gb_s,
+        )
+
+    def _snapshot(self, worker: Worker) -> WorkerSnapshot:
+        scheduler, blocks = worker.scheduler, worker.block_manager
+        step = self._steps.get(worker.name)
+        return WorkerSnapshot(
+            name=worker.name,
+            role=worker.role,
+            profile=worker.profile,
+            num_waiting=len(scheduler.waiting),
+            waiting_tokens=scheduler.uncomputed_tokens,
+            num_running=len(scheduler.running),
+            running_tokens=self._kv_tokens_read[worker.name],
+            free_blocks=blocks.num_free_blocks,
+            total_blocks=blocks.num_blocks,
+            block_size=blocks.block_size,
+            free_seats=worker.num_free_seats if isinstance(worker, DecodeWorker) else scheduler.num_free_seats,
+            step_started=None if step is None else step.start,
+        )
+
+    # --- steps -----------------------------------------------------------------------------------------------
+
+    def begin_step(self, worker: Worker, now: float) -> WorkerStep | None:
+        """Plan the worker's next step; None if it has nothing to do, until `take_awake` names it."""
+        if not worker.alive:
+            return None
+        self._grant(now)
+        plan = self._schedule(worker, now)
+        if not plan.chunks and self._is_stuck(worker):
+            self._let_go_of_latest(worker, now)
+            plan = self._schedule(worker, now)
+        if not plan.chunks:
+            return None
+        step = WorkerStep(worker, plan, now)
+        if isinstance(worker, PrefillWorker) and self.config.stream_layers:
+            self._stream(worker, step, now)
+        self._blocked.discard(worker.name)
+        self._steps[worker.name] = step
+        self._note(now, "step", worker.name, f"{plan.num_decodes} decodes, {plan.num_prefill_tokens} prefill tokens")
+        return step
+
+    def _schedule(self, worker: Worker, now: float) -> StepPlan:
+        plan = worker.scheduler.schedule(now)
+        for request in plan.preempted:
+            self._moves.start_over(self._entries[request.request_id])
+            self._wake_pool(worker)
+        return plan
+
+    def _is_stuck(self, worker: Worker) -> bool:
+        """Whether the workers of its pool, this one included, each wait for blocks that the others hold.
+
+        One scheduler never gets there alone, see its invariants; nor does a prefill worker, whose requests have all
+        their blocks beforehand.
+        """
+        pool = [other for other in self.workers.values() if other.alive and other.shares_pool_with(worker)]
+        holders = [other for other in pool if other.scheduler.prefilling or other.scheduler.running]
+        if worker in holders:
+            self._blocked.add(worker.name)
+        if len(holders) < 2 or any(other.name not in self._blocked for other in holders):
+            return False
+        return not any(move.source in pool or move.reservation.worker in pool for move in self._moves)
+
+    def _let_go_of_latest(self, worker: Worker, now: float) -> None:
+        """The latest arrival that holds blocks of this pool starts over, elsewhere or when there is room."""
+        pool = [other for other in self.workers.values() if other.shares_pool_with(worker)]
+        seated = [request for other in pool for request in (*other.scheduler.prefilling, *other.scheduler.running)]
+        latest = max(seated, key=lambda request: (request.arrival_time, request.request_id))
+        error = OutOfBlocksError(f"the pool of {worker.name} has no block left for {len(seated)} requests")
+        self._retry(self._entries[latest.request_id], error, now, counted=False)
+        self._wake_pool(worker)
+
+    def _stream(self, worker: PrefillWorker, step: WorkerStep, now: float) -> None:
+        for chunk in step.plan.chunks:
+            entry = self._entries[chunk.request.request_id]
+            handoff = self._moves.make(entry, worker, chunk.start + chunk.num_tokens, bool(chunk.samplers), now)
+            if handoff is not None:
+                step.handoffs.append(handoff)
+                self._note(now, "handoff", handoff.request_id, handoff.destination)
+
+    def finish_step(self, step: WorkerStep, tokens: Sequence[Sequence[int]], now: float) -> None:
+        """Book the step's tokens: ``tokens[c][s]`` for ``plan.chunks[c].samplers[s]``."""
+        worker, plan = step.worker, step.plan
+        if not self._step_ends(step):
+            return
+        try:
+            finished = worker.scheduler.update(plan, tokens, now)
+        except StepFailedError as error:  # the runner broke its contract; nothing has changed yet
+            self._steps[worker.name] = step
+            self.fail_step(step, error, now)
+            return
+        self._failed_steps[worker.name] = 0
+        decodes = plan.chunks[: plan.num_decodes]
+        self._kv_tokens_read[worker.name] = sum(chunk.start for chunk in decodes) + len(decodes)
+        progressed, ended = self.desk.look_at(request for chunk in plan.chunks for request in chunk.samplers)
+        for request, reason in ended:
+            worker.scheduler.finish(request, reason, now, self.desk.jobs[request.parent_id].error)
+        for request in (*finished, *(request for request, _ in ended)):
+            self._close(self._entries[request.request_id], now)
+        if isinstance(worker, PrefillWorker):
+            for request in list(worker.scheduler.transferring.values()):
+                self._hand_over(self._entries[request.request_id], worker, now)
+        self.desk.show_progress(progressed)
+        self._grant(now)
+
+    def fail_step(self, step: WorkerStep, error: BaseException, now: float) -> None:
+        """The step raised: nobody knows what it wrote, so its requests are computed again, elsewhere if possible."""
+        worker = step.worker
+        if not self._step_ends(step):
+            return
+        worker.scheduler.cancel(step.plan, now)
+        self._failed_steps[worker.name] += 1
+        failure = StepFailedError(f"a step of {worker.name} raised {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        guilty = set(error.request_ids) if isinstance(error, NonFiniteLogitsError) else set()
+        for chunk in step.plan.chunks:
+            entry = self._entries.get(chunk.request.request_id)
+            if entry is None or entry.worker is not worker:
+                continue  # aborted meanwhile
+            if chunk.request.request_id in guilty:
+                self._finish(entry, FinishReason.FAILED, now, error)
+            elif not guilty:
+                self._retry(entry, failure, now)
+        if not guilty and self._failed_steps[worker.name] >= self.config.max_failed_steps:
+            self.worker_failed(worker, failure, now)
+        self._wake_pool(worker)
+        self._grant(now)
+
+    def _step_ends(self, step: WorkerStep) -> bool:
+        """False for a step of a worker that was given up meanwhile."""
+        if self._steps.get(step.worker.name) is not step:
+            return False
+        del self._steps[step.worker.name]
+        self._wake_pool(step.worker)
+        return True
+
+    def worker_failed(self, worker: Worker, error: BaseException, now: float) -> None:
+        """Give a worker up. Its requests move to others, or fail with a WorkerFailedError."""
+        if not worker.alive:
+            return
+        worker.alive = False
+        self._note(now, "worker_failed", worker.name, type(error).__name__)
+        self._steps.pop(worker.name, None)
+        if worker.scheduler.in_flight is not None:
+            worker.scheduler.cancel(worker.scheduler.in_flight, now)
+        for entry in list(self._entries.values()):
+            reserved_there = entry.reservation is not None and entry.reservation.worker is worker
+            if entry.worker is worker or (reserved_there and entry.stage is Stage.MOVING):
+                self._retry(entry, error, now, counted=False)
+            elif reserved_there:
+                self._moves.abandon(entry)  # its prefill goes on; a new home is found when it is handed over
+        for entry in self._backlog.clear():
+            self._place(entry, now)  # where its path may be closed now
+        self._grant(now)
+
+    # --- handoffs --------------------------------------------------------------------------------------------
+
+    def take_handoffs(self) -> list[Handoff]:
+        """Handoffs that are to be sent now, whole, in this order."""
+        due, self._due = self._due, []
+        return due
+
+    def take_cancelled(self) -> list[int]:
+        """Transfer ids that nobody wants any more. The driver still says when they have ended."""
+        cancelled, self._cancelled = self._cancelled, []
+        return cancelled
+
+    def take_awake(self) -> set[str]:
+        """Names of workers that may have something to do since the last call."""
+        awake, self._awake = self._awake, set()
+        return awake
+
+    def transfer_done(self, transfer_id: int, now: float) -> None:
+        """All bytes have arrived, and nothing reads or writes for this transfer any more."""
+        self._transfer_ends(transfer_id, None, now)
+
+    def transfer_failed(self, transfer_id: int, error: BaseException, now: float) -> None:
+        """The transfer has ended without its data; nothing reads or writes for it any more."""
+        self._transfer_ends(transfer_id, error, now)
+
+    def _transfer_ends(self, transfer_id: int, error: BaseException | None, now: float) -> None:
+        ended = self._moves.end(transfer_id, ok=error is None)
+        if ended is None:
+            return
+        move, stale = ended
+        entry, problem = move.entry, error or stale
+        self._wake_pool(move.source)
+        self._wake_pool(move.reservation.worker)
+        if entry.reservation is move.reservation:
+            if problem is not None:
+                self._lose(entry, problem, now)
+            elif entry.stage is Stage.MOVING and move.reservation.complete and move.reservation.open_moves == 0:
+                self._arrive(entry, now)
+        self._grant(now)
+
+    def _lose(self, entry: Entry, error: BaseException, now: float) -> None:
+        """KV of this entry did not arrive."""
+        if entry.stage is Stage.MOVING:
+            self._retry(entry, error, now)
+        else:
+            self._moves.abandon(entry)  # still in prefill, which is not disturbed; see `_hand_over`
+
+    def tick(self, now: float) -> None:
+        """Let leases run out. To be called at `next_deadline` at the latest; more often does no harm."""
+        for move in self._moves.overdue(now):
+            self._cancelled.append(move.handoff.transfer_id)
+            self._note(now, "expired", move.handoff.request_id)
+            self._wake_pool(move.source)
+            if move.entry.reservation is move.reservation:
+                waited = f"{self._moves.lease_s} s from {move.handoff.source} to {move.handoff.destination}"
+                error = LeaseExpiredError(
+                    f"the KV of request {move.handoff.request_id!r} did not arrive within {waited}"
+                )
+                self._lose(move.entry, error, now)
+        self._grant(now)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do, by the driver's clock."""
+        return self._moves.next_deadline
+
+    def close(self, now: float) -> None:
+        """Abort everything. The driver has stopped its workers and closed its links: what was on them is dropped."""
+        for worker in self.workers.values():
+            self._steps.pop(worker.name, None)
+            if worker.scheduler.in_flight is not None:
+                worker.scheduler.cancel(worker.scheduler.in_flight, now)
+        for entry in list(self._entries.values()):
+            self._finish(entry, FinishReason.ABORTED, now)
+        for move in list(self._moves):
+            self._moves.end(move.handoff.transfer_id, ok=False)
+        self._due.clear()
+
+    # --- from place to place -----------------------------------------------------------------------------------
+
+    def _place(self, entry: Entry, now: float) -> None:
+        """Queue an entry that is nowhere on its path; on the other one if its own is closed for good."""
+        try:
+            entry.path = self._possible_path(entry.request, entry.path)
+        except InvalidRequestError as error:
+            message = f"no worker is left for request {entry.request.request_id!r}: {error}"
+            self._finish(entry, FinishReason.FAILED, now, WorkerFailedError(message))
+            return
+        if entry.path is Path.DISAGGREGATED:
+            entry.stage = Stage.BACKLOG
+            self._backlog.append(entry)
+            return
+        worker = min(self._alive(Role.COLLOCATED), key=_load)
+        worker.add(entry.request, now)
+        entry.stage, entry.worker = Stage.WORKER, worker
+        self._awake.add(worker.name)
+
+    def _possible_path(self, request: Request, wanted: Path) -> Path:
+        """``wanted``, or the other path if no worker of that one can ever take the request.
+
+        Raises what the workers of the wanted path raise, or NoWorkerError.
+        """
+        problem: InvalidRequestError | None = None
+        for path in (wanted, *(path for path in Path if path is not wanted)):
+            try:
+                self._check_path(request, path)
+                return path
+            except InvalidRequestError as error:
+                problem = error if problem is None or isinstance(problem, NoWorkerError) else problem
+        assert problem is not None
+        raise problem
+
+    def _check_path(self, request: Request, path: Path) -> None:
+        """Raise an InvalidRequestError if nobody on this path can ever take the request."""
+        problem: InvalidRequestError | None = None
+        for worker, other in self._routes(path):
+            try:
+                worker.check(request)
+                if other is not None:
+                    other.check(request)
+                return
+            except InvalidRequestError as error:
+                problem = error
+        raise problem or NoWorkerError(f"no {path.value} worker is alive for request {request.request_id!r}")
+
+    def _routes(self, path: Path) -> list[tuple[Worker, Worker | None]]:
+        if path is Path.COLLOCATED:
+            return [(worker, None) for worker in self._alive(Role.COLLOCATED)]
+        pairs = [(p, d) for p in self._alive(Role.PREFILL) for d in self._alive(Role.DECODE)]
+        return [(p, d) for p, d in pairs if self._linked(p, d)]
+
+    def _alive(self, role: Role) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.role is role and worker.alive]
+
+    def _linked(self, prefill: Worker, decode: Worker) -> bool:
+        return prefill.shares_pool_with(decode) or (prefill.name, decode.name) in self._links
+
+    def _grant(self, now: float) -> None:
+        """Start as many of the backlog, oldest first, as the decode side has room for."""
+        while (entry := self._backlog.head) is not None and self._reserve(entry):
+            self._backlog.remove(entry)
+            assert entry.worker is not None and entry.reservation is not None
+            entry.worker.add(entry.request, now)
+            entry.stage = Stage.WORKER
+            self._awake.add(entry.worker.name)
+            self._note(now, "granted", entry.request.request_id, f"{entry.worker.name} {entry.reservation.worker.name}")
+
+    def _reserve(self, entry: Entry) -> bool:
+        """Reserve for ``entry`` on the decode worker with the most free blocks that takes it."""
+        routes = self._routes(Path.DISAGGREGATED)
+        prefills = {p.name: p for p, _ in routes if p.scheduler.uncomputed_tokens < self.config.prefill_ahead_tokens}
+        for prefill in sorted(prefills.values(), key=_load):
+            decodes = [d for p, d in routes if p is prefill]
+            for decode in sorted(decodes, key=_load):
+                assert isinstance(prefill, PrefillWorker) and isinstance(decode, DecodeWorker)
+                try:
+                    if self._moves.reserve(entry, prefill, decode, self.config.growth_tokens):
+                        entry.worker = prefill
+                        return True
+                except InvalidRequestError:
+                    continue  # too long for this one, not for all: `submit` has checked
+        return False
+
+    def _hand_over(self, entry: Entry, prefill: PrefillWorker, now: float) -> None:
+        """The prefill is done: on to the decode worker, with the KV or behind it."""
+        request, reservation = entry.request, entry.reservation
+        if reservation is None:
+            error = WorkerFailedError(f"the decode worker or the transfer of request {request.request_id!r} failed")
+            self._retry(entry, error, now)
+            return
+        decode = reservation.worker
+        if self._is_lent(entry):
+            request.table = prefill.give_away(request)
+            self._arrive(entry, now)
+            return
+        if not self.config.stream_layers:
+            handoff = self._moves.make(entry, prefill, request.num_computed_tokens, True, now)
+            assert handoff is not None  # `match_prefix` leaves at least one token to send
+            self._due.append(handoff)
+            self._note(now, "handoff", request.request_id, decode.name)
+        prefill.block_manager.free(prefill.give_away(request))  # the leases hold what is still to be read
+        entry.stage, entry.worker = Stage.MOVING, None
+        if reservation.complete and reservation.open_moves == 0:  # the transfer was quicker than the step's end
+            self._arrive(entry, now)
+
+    def _is_lent(self, entry: Entry) -> bool:
+        return entry.reservation is not None and entry.reservation.table is None
+
+    def _arrive(self, entry: Entry, now: float) -> None:
+        assert entry.reservation is not None
+        decode, entry.reservation = entry.reservation.worker, None
+        decode.take_over(entry.request, now)
+        entry.stage, entry.worker = Stage.WORKER, decode
+        self._awake.add(decode.name)
+        self._note(now, "arrived", entry.request.request_id, decode.name)
+
+    def _retry(self, entry: Entry, error: BaseException, now: float, counted: bool = True) -> None:
+        """Take the request out of where it is and compute it anew; its outputs so far stay. Or give it up."""
+        request = entry.request
+        entry.num_retries += counted
+        if entry.num_retries > self.config.max_retries:
+            self._finish(entry, FinishReason.FAILED, now, error)
+            return
+        self._note(now, "retried", request.request_id, type(error).__name__)
+        self._moves.abandon(entry)
+        if entry.stage is Stage.WORKER and entry.worker is not None:
+            entry.worker.scheduler.withdraw(request, now)
+        elif entry.stage is Stage.MOVING:
+            request.transition(RequestState.WAITING, now, event="preempted", num_tokens=request.num_computed_tokens)
+            request.num_computed_tokens = 0
+        request.hand_off = False
+        entry.worker = None
+        if self._alive(Role.COLLOCATED) and entry.path is Path.DISAGGREGATED:
+            entry.path = Path.COLLOCATED  # no second transfer
+        self._place(entry, now)
+
+    def _finish(self, entry: Entry, reason: FinishReason, now: float, error: BaseException | None = None) -> None:
+        """End a sequence wherever it is."""
+        if entry.stage is Stage.WORKER and entry.worker is not None:
+            entry.worker.scheduler.finish(entry.request, reason, now, error)
+            self._wake_pool(entry.worker)
+        else:
+            if entry.stage is Stage.BACKLOG:
+                self._backlog.discard(entry)
+            entry.request.finish(reason, now, error)
+        self._close(entry, now)
+
+    def _close(self, entry: Entry, now: float) -> None:
+        """Books off a sequence that has finished."""
+        request = entry.request
+        self._moves.abandon(entry)
+        del self._entries[request.request_id]
+        self.desk.close([request])
+        if self.predictor is not None:
+            self.predictor.observe(request)
+        self._note(now, "finished", request.request_id, str(request.finish_reason))
+
+    def _wake_pool(self, worker: Worker) -> None:
+        """Blocks or seats were given back: everybody who takes from this pool may be able to go on."""
+        names = {other.name for other in self.workers.values() if other.shares_pool_with(worker)}
+        self._awake |= names
+        self._blocked -= names
+
+    def _note(self, now: float, kind: str, subject: str, detail: str = "") -> None:
+        if self._observe is not None:
+            self._observe(Event(now, kind, subject, detail))
+
+
+def _load(worker: Worker) -> tuple[int, int, int]:
+    """Least loaded first: tokens to compute, requests, then the fuller pool."""
+    scheduler = worker.scheduler
+    num_requests = scheduler.config.max_num_seqs - scheduler.num_free_seats + len(scheduler.waiting)
+    if isinstance(worker, DecodeWorker):
+        num_requests += len(worker.reserved)
+    return scheduler.uncomputed_tokens, num_requests, -worker.block_manager.num_free_blocks

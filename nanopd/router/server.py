@@ -1,0 +1,423 @@
+"""Server: the central scheduler under the wall clock. A thread per worker, one per link, one for outputs.
+
+One lock guards the state machine. It is held for bookkeeping only, never while a device or a link works, so no step of
+one worker waits for a step of another. Outputs are handed out by a thread of their own: a client that is slow to take
+them delays no step.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from nanopd.engine.detokenizer import Tokenizer
+from nanopd.engine.engine import StepRecord
+from nanopd.engine.jobs import OutputCallback
+from nanopd.engine.outputs import RequestOutput
+from nanopd.engine.prompts import Prompt, check_params, encode_prompt, params_list, prompt_list
+from nanopd.engine.request import Request
+from nanopd.engine.sampling_params import SamplingParams
+from nanopd.errors import (
+    EngineClosedError,
+    InvalidRequestError,
+    NanoPDError,
+    UnknownRequestError,
+)
+from nanopd.router.central import CentralConfig, CentralScheduler, Event, Predictor, WorkerStep
+from nanopd.router.decision import Policy
+from nanopd.transfer.handoff import Handoff
+from nanopd.workers.worker import Worker
+
+OnStep = Callable[[str, StepRecord], None]  # worker's name, step
+
+
+class Transfer(Protocol):
+    """What the server needs of a transfer; see ``nanopd.transfer.link``."""
+
+    def send_layer(self, layer: int) -> None: ...
+    def wait(self, timeout: float | None = None) -> bool: ...
+    def cancel(self) -> None: ...
+
+
+class Link(Protocol):
+    """What the server needs of a link; see ``nanopd.transfer.link``."""
+
+    def open(self, handoff: Handoff) -> Any: ...
+    def send(self, handoff: Handoff) -> Any: ...
+    def close(self) -> None: ...
+
+
+class Server:
+    """Serves requests on a set of workers. All methods may be called from any thread.
+
+    Args:
+        workers: see ``nanopd.workers.Cluster``, which builds them.
+        links: by (prefill worker, decode worker) names.
+        policy: where requests go.
+        config: limits of the central scheduler.
+        tokenizer, vocab_size, eos_token_ids, seed, clock: as for ``Engine``.
+        kv_bytes_per_token, link_gb_s: for policies that weigh a transfer.
+        on_step: called with each worker's steps, in that worker's thread.
+        observe: called with each decision (an ``Event``), under the lock.
+        poll_s: how long a link's thread waits at a time before it looks for leases that ran out.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        policy: Policy,
+        *,
+        links: Mapping[tuple[str, str], Link] | None = None,
+        config: CentralConfig | None = None,
+        predictor: Predictor | None = None,
+        tokenizer: Tokenizer | None = None,
+        vocab_size: int | None = None,
+        eos_token_ids: Collection[int] | None = None,
+        kv_bytes_per_token: int = 0,
+        link_gb_s: float | None = None,
+        seed: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        on_step: OnStep | None = None,
+        observe: Callable[[Event], None] | None = None,
+        poll_s: float = 0.05,
+    ) -> None:
+        links = dict(links or {})
+        self.central = CentralScheduler(
+            workers,
+            policy,
+            config=config,
+            links=list(links),
+            predictor=predictor,
+            tokenizer=tokenizer,
+            kv_bytes_per_token=kv_bytes_per_token,
+            link_gb_s=link_gb_s,
+            observe=observe,
+        )
+        self.clock = clock
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        if eos_token_ids is None:
+            eos_token_ids = tokenizer.eos_token_ids if tokenizer is not None else ()
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self._links = links
+        self._on_step = on_step
+        self._poll_s = poll_s
+        self._random = random.Random(seed)
+        self._num_ids = 0
+        self._closing = False  # no new requests
+        self._stopping = False  # threads end
+        self._lock = threading.RLock()
+        self._work = {worker.name: threading.Condition(self._lock) for worker in workers}
+        self._outputs = threading.Condition(self._lock)
+        self._idle = threading.Condition(self._lock)  # nothing is unfinished
+        self._on_links: dict[tuple[str, str], SimpleQueue[tuple[int, Transfer] | None]] = {
+            pair: SimpleQueue() for pair in links
+        }
+        self._transfers: dict[int, Transfer] = {}
+        self._workers = [self._thread(f"worker {w.name}", self._run_worker, w) for w in workers]
+        self._pumps = [self._thread(f"link {a} to {b}", self._run_link, (a, b)) for a, b in links]
+        self._speaker = self._thread("outputs", self._run_outputs)
+        for thread in (*self._workers, *self._pumps, self._speaker):
+            thread.start()
+
+    # --- requests --------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        arrival_time: float | None = None,
+        stream: bool = False,
+        on_output: OutputCallback,
+    ) -> str:
+        """Accept a prompt (text or token ids) and return its id. ``on_output`` gets its outputs in order.
+
+        Raises an InvalidRequestError (see ``Engine.add_request``; also OverloadedError, NoWorkerError) or
+        EngineClosedError; then nothing was accepted.
+        """
+        params = SamplingParams() if params is None else params
+        check_params(params)
+        if request_id is not None and not isinstance(request_id, str):
+            raise InvalidRequestError(f"request_id must be a str, got {request_id!r} ({type(request_id).__name__})")
+        token_ids, text = encode_prompt(prompt, self.tokenizer, self.vocab_size)
+        with self._lock:
+            if self._closing:
+                raise EngineClosedError("the server was closed")
+            name = self._new_id() if request_id is None else request_id
+            if params.seed is None:  # drawn once and kept, so that computing it anew gives the same tokens
+                params = replace(params, seed=self._random.getrandbits(63))
+            now = self.clock()
+            arrival = now if arrival_time is None else float(arrival_time)
+            sequences = make_sequences(name, token_ids, params, arrival, self.eos_token_ids)
+            self.central.submit(sequences, now, prompt=text, stream=stream, on_output=on_output)
+            self._after_change()
+        return name
+
+    def _new_id(self) -> str:
+        while True:
+            name, self._num_ids = str(self._num_ids), self._num_ids + 1
+            if name not in self.central.desk.jobs:
+                return name
+
+    def abort(self, request_id: str) -> None:
+        """End a request in whatever state it is; its last output says so. Raises UnknownRequestError."""
+        with self._lock:
+            self.central.abort(request_id, self.clock())
+            self._after_change()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Run all prompts to their end, behind a progress bar. Raises what a request failed with; aborts the others."""
+        from tqdm.auto import tqdm  # here, so that a simulator need not load it
+
+        items = prompt_list(prompts)
+        params = params_list(sampling_params, len(items))
+        finished: SimpleQueue[RequestOutput] = SimpleQueue()
+        ids: list[str] = []
+        results: dict[str, RequestOutput] = {}
+        try:
+            for prompt, one in zip(items, params, strict=True):
+                ids.append(self.add_request(prompt, one, on_output=finished.put))
+            with tqdm(total=len(ids), desc="Generating", unit="prompt", disable=not use_tqdm) as bar:
+                while len(results) < len(ids):
+                    output = finished.get()
+                    if output.error is not None:
+                        raise output.error
+                    results[output.request_id] = output
+                    bar.update()
+        except BaseException:
+            for name in ids:
+                self._abort_if_there(name)
+            raise
+        return [results[name] for name in ids]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """The outputs of one request, growing. Queued at the call; leaving the loop early aborts it."""
+        outputs: SimpleQueue[RequestOutput] = SimpleQueue()
+        name = self.add_request(prompt, params, stream=True, on_output=outputs.put)
+        return self._read(name, outputs)
+
+    def _read(self, name: str, outputs: SimpleQueue[RequestOutput]) -> Iterator[RequestOutput]:
+        try:
+            while True:
+                output = outputs.get()
+                if output.error is not None:
+                    raise output.error
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._abort_if_there(name)
+
+    def _abort_if_there(self, name: str) -> None:
+        try:
+            self.abort(name)
+        except UnknownRequestError:  # it has finished
+            pass
+
+    # --- the end ---------------------------------------------------------------------------------------------
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is unfinished. Returns whether that came to pass within ``timeout`` seconds."""
+        with self._lock:
+            return self._idle.wait_for(lambda: self.central.num_unfinished == 0, timeout)
+
+    def close(self) -> None:
+        """Abort what is left, stop all threads, close the links. Twice does no harm; `drain` before it to lose nothing."""
+        with self._lock:
+            self._closing = True
+            for request_id in list(self.central.desk.jobs):
+                self.central.abort(request_id, self.clock())
+            self._stopping = True
+            self._after_change()
+            for condition in self._work.values():
+                condition.notify_all()
+        for thread in self._workers:
+            thread.join()
+        for pair, queue in self._on_links.items():
+            self._links[pair].close()  # ends what is on it
+            queue.put(None)
+        for thread in self._pumps:
+            thread.join()
+        with self._lock:
+            self.central.close(self.clock())
+            self._outputs.notify_all()
+        self._speaker.join()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # --- threads ---------------------------------------------------------------------------------------------
+
+    def _thread(self, name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
+        return threading.Thread(target=target, args=args, name=f"nanopd {name}", daemon=True)
+
+    def _run_worker(self, worker: Worker) -> None:
+        try:
+            with worker.enter():
+                while (step := self._next_step(worker)) is not None:
+                    self._carry_out(step)
+        except BaseException as error:  # of `enter`, or of our own bookkeeping: this thread cannot go on
+            with self._lock:
+                self.central.worker_failed(worker, error, self.clock())
+                self._after_change()
+            if not isinstance(error, Exception):
+                raise
+
+    def _next_step(self, worker: Worker) -> WorkerStep | None:
+        """Wait for work. None: stop."""
+        with self._lock:
+            while not self._stopping and worker.alive:
+                step = self.central.begin_step(worker, self.clock())
+                self._after_change(but=worker.name)
+                if step is not None:
+                    return step
+                self._work[worker.name].wait()
+        return None
+
+    def _carry_out(self, step: WorkerStep) -> None:
+        transfers: list[Transfer] = []
+        error: BaseException | None = None
+        tokens: list[list[int]] = []
+        runner = step.worker.runner
+        try:
+            if step.handoffs:
+                transfers = self._open(step.handoffs)
+                pending = runner.launch(step.plan, lambda layer: [t.send_layer(layer) for t in transfers])
+                tokens = pending.wait()
+            else:
+                tokens = runner.execute(step.plan)
+        except Exception as raised:
+            error = raised
+            for transfer in transfers:
+                transfer.cancel()
+        with self._lock:
+            now = self.clock()
+            if error is None:
+                self.central.finish_step(step, tokens, now)
+            else:
+                self.central.fail_step(step, error, now)
+            due = self.central.take_handoffs()
+            self._after_change(but=step.worker.name)
+        for handoff in due:
+            self._send(handoff)
+        if self._on_step is not None:
+            queues = step.worker.scheduler
+            lengths = (len(queues.waiting), len(queues.prefilling), len(queues.running))
+            self._on_step(step.worker.name, StepRecord(step.start, now, step.plan, *lengths))
+
+    def _open(self, handoffs: Sequence[Handoff]) -> list[Transfer]:
+        """Transfers to stream layer by layer. One that cannot be opened has failed; the others go on."""
+        transfers = []
+        for handoff in handoffs:
+            try:
+                transfer = self._links[handoff.source, handoff.destination].open(handoff)
+            except NanoPDError as error:
+                self._transfer_ended(handoff.transfer_id, error)
+            else:
+                self._watch(handoff, transfer)
+                transfers.append(transfer)
+        return transfers
+
+    def _send(self, handoff: Handoff) -> None:
+        try:
+            transfer = self._links[handoff.source, handoff.destination].send(handoff)
+        except NanoPDError as error:
+            self._transfer_ended(handoff.transfer_id, error)
+        else:
+            self._watch(handoff, transfer)
+
+    def _watch(self, handoff: Handoff, transfer: Transfer) -> None:
+        with self._lock:
+            self._transfers[handoff.transfer_id] = transfer
+        self._on_links[handoff.source, handoff.destination].put((handoff.transfer_id, transfer))
+
+    def _run_link(self, pair: tuple[str, str]) -> None:
+        """Wait for the link's transfers, in order, and book their ends."""
+        while (item := self._on_links[pair].get()) is not None:
+            transfer_id, transfer = item
+            problem: BaseException | None = None
+            try:
+                while not transfer.wait(self._poll_s):
+                    self._tick()
+            except Exception as error:
+                problem = error
+            self._transfer_ended(transfer_id, problem)
+
+    def _tick(self) -> None:
+        with self._lock:
+            self.central.tick(self.clock())
+            self._after_change()
+
+    def _transfer_ended(self, transfer_id: int, error: BaseException | None) -> None:
+        with self._lock:
+            self._transfers.pop(transfer_id, None)
+            if error is None:
+                self.central.transfer_done(transfer_id, self.clock())
+            else:
+                self.central.transfer_failed(transfer_id, error, self.clock())
+            self._after_change()
+
+    def _after_change(self, but: str | None = None) -> None:
+        """Wake whoever the change concerns. The lock is held. ``but``: the caller, who is awake."""
+        for name in self.central.take_awake():
+            if name != but:
+                self._work[name].notify()
+        for transfer_id in self.central.take_cancelled():
+            if transfer_id in self._transfers:
+                self._transfers[transfer_id].cancel()
+        if self.central.desk.has_callbacks:
+            self._outputs.notify()
+        if self.central.num_unfinished == 0:
+            self._idle.notify_all()
+
+    def _run_outputs(self) -> None:
+        desk = self.central.desk
+        while True:
+            with self._lock:
+                while not desk.has_callbacks:
+                    if self._stopping and not any(t.is_alive() for t in (*self._workers, *self._pumps)):
+                        return
+                    self._outputs.wait()
+            try:
+                desk.run_callbacks()
+            except Exception as error:  # the client's own; it must not take the others' outputs down
+                warnings.warn(f"an output callback raised {type(error).__name__}: {error}", stacklevel=1)
+
+
+def make_sequences(
+    request_id: str, token_ids: list[int], params: SamplingParams, arrival_time: float, eos_token_ids: Collection[int]
+) -> list[Request]:
+    """The n sequences of a user's request, independent of each other: they may run on different workers.
+
+    ``request_id#i`` for n > 1: no sequence then bears the name of the whole.
+    """
+    one = replace(params, n=1) if params.n > 1 else params
+    names = [f"{request_id}#{i}" for i in range(params.n)] if params.n > 1 else [request_id]
+    return [
+        Request(
+            name,
+            token_ids,
+            one,
+            sample_index=index,
+            parent_id=request_id,
+            arrival_time=arrival_time,
+            eos_token_ids=eos_token_ids,
+        )
+        for index, name in enumerate(names)
+    ]
