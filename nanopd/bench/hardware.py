@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from nanopd.errors import ConfigError, UnequalHardwareError
+from nanopd.workers.spec import DeviceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,33 +23,24 @@ class Hardware:
         return len(self.devices)
 
     @classmethod
-    def of_specs(cls, specs: Iterable[str], sms_per_device: int | None = None) -> Hardware:
+    def of_specs(cls, specs: Iterable[str | DeviceSpec], sms_per_device: int | None = None) -> Hardware:
         """From worker places such as "cuda:0/sm=84": workers on one device share it.
 
         ``sms_per_device`` is what a worker without ``sm=`` has. Two workers without it share the whole device, and
         partitions beside a whole device are parts of it.
 
-        Raises ConfigError without specs, or for an ``sm=`` that is no number.
+        Raises ConfigError without specs, or for one that is none.
         """
-        specs = list(specs)
-        if not specs:
+        places = [DeviceSpec.parse(spec) for spec in specs]
+        if not places:
             raise ConfigError("a strategy needs at least one worker")
-        partitions: dict[str, int] = {}
-        whole: set[str] = set()
-        for spec in specs:
-            device, _, rest = str(spec).partition("/")
-            options = dict(item.partition("=")[::2] for item in rest.split("/") if item)
-            partitions.setdefault(device, 0)
-            if "sm" not in options:
-                whole.add(device)
-            elif not options["sm"].isdigit():
-                raise ConfigError(f"sm= of {spec!r} must be a number of multiprocessors")
-            else:
-                partitions[device] += int(options["sm"])
-        known = all(device not in whole or sms_per_device is not None for device in partitions)
-        sms = sum((sms_per_device or 0) if device in whole else partitions[device] for device in partitions)
-        on_gpu = all(device.startswith("cuda") for device in partitions)
-        return cls(tuple(sorted(partitions)), sms if known and on_gpu else None, ", ".join(specs))
+        sms: dict[str, int | None] = {}  # by device; None: unknown
+        for device in dict.fromkeys(place.device for place in places):
+            shares = [place.num_sms for place in places if place.device == device]
+            sms[device] = sms_per_device if None in shares else sum(share for share in shares if share is not None)
+        known = all(place.is_cuda for place in places) and None not in sms.values()
+        total = sum(count or 0 for count in sms.values())
+        return cls(tuple(sorted(sms)), total if known else None, ", ".join(map(str, places)))
 
 
 def check_equal(hardware: Mapping[str, Hardware], allow_unequal: bool = False) -> str:

@@ -29,12 +29,12 @@ class Target(Protocol):
     def add_request(
         self,
         prompt: list[int],
-        params: SamplingParams | None = None,
+        params: SamplingParams,
         *,
-        request_id: str | None = None,
-        arrival_time: float | None = None,
-        stream: bool = False,
-        on_output: Callable[[RequestOutput], None] | None = None,
+        request_id: str,
+        arrival_time: float,
+        stream: bool,
+        on_output: Callable[[RequestOutput], None],
     ) -> str: ...
 
     def abort(self, request_id: str) -> None: ...

@@ -153,6 +153,89 @@ def bench_engine(
 
 
 @app.command()
+def profile(
+    model: Model = "smollm2",
+    device: Device = None,
+    dtype: DType = None,
+    out: Annotated[Path, typer.Option(help="Where the hardware profile goes.")] = Path("hardware_profile.json"),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer points: less than half of the time.")] = False,
+    link_to: Annotated[str | None, typer.Option(help="Also measure the link to this device, such as cuda:1.")] = None,
+    split: Annotated[
+        list[str] | None, typer.Option(help="Also measure an SM split, decode/prefill, such as 48/84 (repeatable).")
+    ] = None,
+) -> None:
+    """Measure what prefill, decode and mixed steps take on this device, and fit the cost models."""
+    from nanopd.cli.profile import run_profile
+
+    run_profile(
+        model=model, device=device, dtype=dtype, out=out, quick=quick, link_to=link_to, splits=tuple(split or ())
+    )
+
+
+@app.command()
+def bench(
+    model: Model = "smollm2",
+    dtype: DType = None,
+    collocated: Annotated[str, typer.Option(help="Places that prefill and decode: cuda:0,cuda:1 or cpu.")] = "",
+    prefill: Annotated[str, typer.Option(help="Places that only prefill: cuda:0/sm=84 or cpu/cores=0.")] = "",
+    decode: Annotated[str, typer.Option(help="Places that only decode.")] = "",
+    strategy: Annotated[
+        list[str] | None, typer.Option(help="collocated, disaggregated, slo, threshold, ... (repeatable).")
+    ] = None,
+    profile: Annotated[str | None, typer.Option(help="Hardware profile of the slo strategy: a name or a file.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="KEY=VALUE option of a policy (repeatable).")] = None,
+    workload: Annotated[
+        str, typer.Option(help="short, long, mixed, sharegpt, ..., a trace, or PROMPT:OUTPUT.")
+    ] = "short",
+    scale: Annotated[float, typer.Option(help="Multiplies all lengths, for small models.")] = 1.0,
+    limit: Annotated[int | None, typer.Option(help="Only the first requests of a trace.")] = None,
+    rate: Annotated[str, typer.Option(help="Requests per second, separated by commas.")] = "1,2,4",
+    duration: Annotated[float, typer.Option(help="Seconds of arrivals at each rate.")] = 60.0,
+    slo_ttft: Annotated[float, typer.Option(help="Time to first token that must be met, ms.")] = 1000.0,
+    slo_tpot: Annotated[float, typer.Option(help="Time per output token that must be met, ms.")] = 100.0,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which a client gives up.")] = None,
+    warmup: Annotated[float, typer.Option(help="Seconds at the start whose requests do not count.")] = 0.0,
+    drain: Annotated[float, typer.Option(help="Seconds to wait for the last requests.")] = 60.0,
+    stream: Annotated[bool, typer.Option(help="Take each token as it comes, for gaps between tokens.")] = False,
+    seed: Annotated[int, typer.Option(help="Of arrivals, lengths and prompts.")] = 0,
+    goodput: Annotated[bool, typer.Option(help="Search the highest rate that meets the SLO.")] = True,
+    allow_unequal: Annotated[bool, typer.Option(help="Compare unequal hardware, per GPU.")] = False,
+    max_model_len: Annotated[int | None, typer.Option(help="Prompt and output together, tokens.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="KV blocks of each pool.")] = None,
+    out: Out = None,
+    figures: Annotated[Path | None, typer.Option(help="Folder for the figures.")] = None,
+) -> None:
+    """Serve the same arrivals with several strategies and compare latency, throughput and goodput."""
+    from nanopd.bench.load import LoadOptions
+    from nanopd.cli.serve_bench import run_bench
+
+    run_bench(
+        model=model,
+        dtype=dtype,
+        collocated=collocated,
+        prefill=prefill,
+        decode=decode,
+        strategies=strategy or (),
+        profile=profile,
+        policy_options=policy or (),
+        workload=workload,
+        scale=scale,
+        limit=limit,
+        rates=rate,
+        duration=duration,
+        slo_ttft_ms=slo_ttft,
+        slo_tpot_ms=slo_tpot,
+        options=LoadOptions(timeout_s=timeout, drain_s=drain, warmup_s=warmup, stream=stream),
+        seed=seed,
+        goodput=goodput,
+        allow_unequal=allow_unequal,
+        out=out,
+        figures=figures,
+        cluster_options={"max_model_len": max_model_len, "num_blocks": num_blocks},
+    )
+
+
+@app.command()
 def progress(
     reset: Annotated[bool, typer.Option("--reset", help="Forget what was solved.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,

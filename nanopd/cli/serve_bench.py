@@ -1,0 +1,266 @@
+"""``nanopd bench``: strategies under the same load, as a table, a JSON report and figures."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from nanopd.bench.compare import GoodputSearch, Strategy, compare_strategies
+from nanopd.bench.load import LoadOptions
+from nanopd.bench.metrics import SLO, Percentiles
+from nanopd.bench.named import named_workload, workload_names
+from nanopd.bench.report import Report
+from nanopd.bench.traces import load_trace
+from nanopd.bench.workload import Schedule, schedules
+from nanopd.errors import ConfigError
+from nanopd.workers.spec import DeviceSpec, parse_devices
+
+if TYPE_CHECKING:
+    from nanopd.model.loader import LoadedModel
+
+PURE = ("collocated", "disaggregated")  # strategies that use only workers of their own kind
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where workers may run."""
+
+    collocated: list[DeviceSpec]
+    prefill: list[DeviceSpec]
+    decode: list[DeviceSpec]
+
+    @classmethod
+    def parse(cls, collocated: str, prefill: str, decode: str, default: str) -> Places:
+        """Without any place: collocated on ``default``. Raises ConfigError for prefill without decode, or reverse."""
+        places = cls(parse_devices(collocated), parse_devices(prefill), parse_devices(decode))
+        if bool(places.prefill) != bool(places.decode):
+            raise ConfigError(f"prefill and decode workers need each other: --prefill {prefill!r} --decode {decode!r}")
+        if not places.collocated and not places.prefill:
+            return cls([DeviceSpec.parse(default)], [], [])
+        return places
+
+    def of(self, strategy: str) -> dict[str, list[DeviceSpec]]:
+        """The places that ``strategy`` uses. Raises ConfigError if it has none."""
+        used = {
+            "collocated": self.collocated if strategy != "disaggregated" else [],
+            "prefill": self.prefill if strategy != "collocated" else [],
+            "decode": self.decode if strategy != "collocated" else [],
+        }
+        if not any(used.values()):
+            raise ConfigError(
+                f"strategy {strategy!r} has no place to run: give --collocated, or --prefill and --decode"
+            )
+        return used
+
+    def strategies(self) -> list[str]:
+        """What these places allow, if nobody says which."""
+        return [name for name, places in zip(PURE, (self.collocated, self.prefill), strict=True) if places]
+
+
+def run_bench(
+    *,
+    model: str,
+    dtype: str | None,
+    collocated: str,
+    prefill: str,
+    decode: str,
+    strategies: Sequence[str],
+    profile: str | None,
+    policy_options: Sequence[str],
+    workload: str,
+    scale: float,
+    limit: int | None,
+    rates: str,
+    duration: float,
+    slo_ttft_ms: float,
+    slo_tpot_ms: float,
+    options: LoadOptions,
+    seed: int,
+    goodput: bool,
+    allow_unequal: bool,
+    out: Path | None,
+    figures: Path | None,
+    cluster_options: dict[str, Any],
+) -> None:
+    """See the command's options. Raises NanoPDError."""
+    from nanopd.model.loader import load_model, resolve_device
+    from nanopd.ops.measure import environment
+
+    wanted = parse_rates(rates)
+    slo = SLO(slo_ttft_ms / 1e3, slo_tpot_ms / 1e3)
+    default = str(resolve_device(None))
+    places = Places.parse(collocated, prefill, decode, default)
+    names = list(strategies) or places.strategies()
+    first = (places.collocated or places.prefill)[0]
+    loaded = load_model(model, device=first.device, dtype=dtype)
+    limits = {key: value for key, value in cluster_options.items() if value is not None}
+    longest = limits.get("max_model_len") or loaded.config.max_position_embeddings
+    schedule_at = arrivals(workload, duration, seed, scale=scale, limit=limit, max_model_len=longest)
+    policy = policy_maker(profile, policy_options, slo_ttft_ms, slo_tpot_ms)
+    report = compare_strategies(
+        [_strategy(name, loaded, places, policy, _sms(first), limits) for name in names],
+        schedule_at,
+        wanted,
+        slo=slo,
+        vocab_size=loaded.config.vocab_size,
+        options=options,
+        search=GoodputSearch() if goodput else None,
+        raw=out.with_suffix(".records") if out else None,
+        allow_unequal=allow_unequal,
+        environment=environment(first.device, "nanopd bench") | {"model": loaded.config.name},
+    )
+    show(report, Console())
+    if out is not None:
+        print(f"written: {report.save(out)}")
+    if figures is not None:
+        save_figures(report, figures)
+
+
+def arrivals(
+    workload: str, duration: float, seed: int, *, scale: float, limit: int | None, max_model_len: int
+) -> Callable[[float], Schedule]:
+    """rate -> arrivals, of a named workload, PROMPT:OUTPUT tokens, or a trace. Raises ConfigError, TraceError."""
+    if Path(workload).suffix.lower() in (".jsonl", ".csv"):
+        output = max_model_len // 2
+        trace = load_trace(
+            workload, seed=seed, limit=limit, length_scale=scale, max_prompt=max_model_len - output, max_output=output
+        )
+        return trace.at_rate
+    prompt_tokens, colon, output_tokens = workload.partition(":")
+    if colon and prompt_tokens.isdecimal() and output_tokens.isdecimal():
+        from nanopd.bench.workload import Workload
+
+        made = Workload.fixed(int(prompt_tokens), int(output_tokens))
+    elif workload in workload_names():
+        made = named_workload(workload)
+    else:
+        raise ConfigError(
+            f"workload {workload!r} is none of {', '.join(workload_names())}, a .jsonl or .csv trace, or PROMPT:OUTPUT"
+        )
+    return schedules(made.scaled(scale).fitting(max_model_len), duration, seed)
+
+
+def parse_rates(text: str) -> list[float]:
+    """ "1,2,4" as numbers. Raises ConfigError for what is no positive number."""
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"rates are numbers separated by commas, got {text!r}") from error
+    if not all(0 < rate < 1e6 for rate in rates):
+        raise ConfigError(f"rates must be positive numbers of requests per second, got {text!r}")
+    return rates
+
+
+def policy_maker(
+    profile: str | None, settings: Sequence[str], ttft_ms: float, tpot_ms: float
+) -> Callable[[str], Callable[[], Any]]:
+    """strategy -> policy factory. ``settings``: "key=value" for policies that are neither pure nor without options.
+
+    Raises ConfigError for a setting that is none.
+    """
+    options: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigError(f"a policy option is written KEY=VALUE, got {setting!r}")
+        try:
+            options[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[key] = value
+
+    def make(name: str) -> Any:
+        from nanopd.router.policies import make_policy, policy_class
+
+        policy_class(name)  # an unknown name is said before a missing profile
+        if name in PURE:
+            return make_policy(name)
+        if name == "slo":
+            from nanopd.costmodel.hardware_profile import load_profile
+
+            if profile is None:
+                raise ConfigError("strategy 'slo' predicts step times: give --profile (see `nanopd profile`)")
+            models = load_profile(profile).step_time
+            return make_policy(name, models=models, ttft_ms=ttft_ms, tpot_ms=tpot_ms, **options)
+        return make_policy(name, **options)
+
+    return lambda name: lambda: make(name)
+
+
+def _strategy(
+    name: str,
+    model: LoadedModel,
+    places: Places,
+    policy: Callable[[str], Callable[[], Any]],
+    sms: int | None,
+    limits: dict[str, Any],
+) -> Strategy:
+    from nanopd.bench.serve import serving_strategy
+
+    make = policy(name)
+    make()  # what is wrong with it shows now, not after an hour
+    return serving_strategy(
+        name,
+        model,
+        make,
+        sms_per_device=sms,
+        on_open=lambda cluster, server: print(f"{name}:\n{cluster.describe()}"),
+        **places.of(name),
+        **limits,
+    )
+
+
+def _sms(place: DeviceSpec) -> int | None:
+    if not place.is_cuda:
+        return None
+    import torch
+
+    return int(torch.cuda.get_device_properties(torch.device(place.device)).multi_processor_count)
+
+
+# --- output ----------------------------------------------------------------------------------------------------
+
+
+def show(report: Report, console: Console) -> None:
+    """The runs as a table, goodput with its reason, and on which footing they compare."""
+    table = Table(title=f"{report.workload}: {report.note}", box=None, title_justify="left", pad_edge=False)
+    for heading in ("strategy", "rate", "done/offered", "dropped", "TTFT ms p50/p99", "TPOT ms p50/p99",
+                    "2nd token p99", "ITL p99", "E2E s p50/p99", "in SLO", "out tok/s"):  # fmt: skip
+        table.add_column(heading, justify="left" if heading in ("strategy", "dropped") else "right")
+    for result in report.results:
+        s = result.summary
+        drops = ", ".join(f"{count} {why}" for why, count in s.counters.dropped.items() if count)
+        table.add_row(
+            result.strategy, f"{result.rate:g}", f"{s.counters.completed}/{s.offered}", drops or "-",
+            _pair(s.ttft, 1e3), _pair(s.tpot, 1e3), _one(s.second_token_gap.p99, 1e3), _one(s.itl.p99, 1e3),
+            _pair(s.e2e, 1.0), f"{s.attainment:.0%}", f"{s.token_throughput:.0f}",
+        )  # fmt: skip
+    console.print(table)
+    for name, found in report.goodput.items():
+        console.print(f"goodput of {name}: {found.per_gpu:.4g} requests/s per GPU ({found.reason})")
+    limits = f"TTFT <= {_one(report.slo.ttft_s, 1e3)} ms, TPOT <= {_one(report.slo.tpot_s, 1e3)} ms"
+    console.print(f"SLO: {limits}, both. Latencies count from the scheduled arrival. {report.comparison}.")
+
+
+def _pair(values: Percentiles, factor: float) -> str:
+    return f"{_one(values.p50, factor)}/{_one(values.p99, factor)}"
+
+
+def _one(value: float | None, factor: float) -> str:
+    return "-" if value is None else f"{value * factor:.3g}"
+
+
+def save_figures(report: Report, folder: Path) -> None:
+    """Every figure of `nanopd.viz.serving` as a PNG. Raises OSError if one cannot be written."""
+    from nanopd.viz.serving import figures
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, figure in figures(report).items():
+        path = folder / f"{name}.png"
+        figure.savefig(path)
+        print(f"written: {path}")

@@ -1,0 +1,247 @@
+"""Serving benchmark as pictures: one curve per strategy over the offered rate, with the SLO where it belongs.
+
+Each function takes a `nanopd.bench.Report`. Unequal hardware is drawn per GPU, and the title says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from nanopd.errors import ConfigError
+from nanopd.viz.style import ALERT_COLOR, GREY, INK, PALETTE, axes_for, bare_figure, styled, tint
+
+if TYPE_CHECKING:
+    from nanopd.bench.metrics import Percentiles
+    from nanopd.bench.report import Report, Result
+
+LATENCIES = {  # field of the summary -> name, factor, unit
+    "ttft": ("time to first token", 1e3, "ms"),
+    "tpot": ("time per output token", 1e3, "ms"),
+    "second_token_gap": ("gap before the second token", 1e3, "ms"),
+    "itl": ("gap between tokens", 1e3, "ms"),
+    "e2e": ("end-to-end latency", 1.0, "s"),
+}
+MARKERS = "osD^vP*"
+DROP_COLORS = ("#D55E00", "#E69F00", "#CC79A7", "#8A8A8A")  # refused, timed out, failed, unfinished
+
+
+def draw_throughput(report: Report, *, ax: Axes | None = None) -> Axes:
+    """Completed requests per second against offered ones; where a curve leaves the dotted line, load piles up."""
+    with styled():
+        ax = axes_for(ax, (7, 4.5))
+        highest = 0.0
+        for name, color, marker, runs in _curves(report):
+            x = [_rate(report, run) for run in runs]
+            y = [run.summary.request_throughput / _divisor(report, run) for run in runs]
+            ax.plot(x, y, color=color, marker=marker, label=name)
+            highest = max([highest, *x])
+        ax.plot([0, highest], [0, highest], color=GREY, linestyle=":", linewidth=1.5, label="all that is offered")
+        ax.set_ylabel(f"completed (requests/s{_per_gpu(report)})")
+        _finish(ax, report, "Throughput")
+    return ax
+
+
+def draw_latency(report: Report, metric: str = "e2e", *, ax: Axes | None = None) -> Axes:
+    """p50 (solid) and p99 (dashed) of ``metric``, a key of `LATENCIES`, over the rate, on a logarithmic axis.
+
+    Hollow points cover fewer requests than were offered: the latencies of drops are not in them.
+
+    Raises ConfigError for another metric.
+    """
+    name, factor, unit = _latency(metric)
+    with styled():
+        ax = axes_for(ax, (7, 4.5))
+        for strategy, color, marker, runs in _curves(report):
+            for quantile, style in (("p50", "-"), ("p99", "--")):
+                points = [(run, getattr(_percentiles(run, metric), quantile)) for run in runs]
+                known = [(run, value) for run, value in points if value is not None]
+                x = [_rate(report, run) for run, _ in known]
+                y = [value * factor for _, value in known]
+                ax.plot(x, y, color=color, linestyle=style, label=f"{strategy}, {quantile}")
+                for run, a, b in zip((run for run, _ in known), x, y):
+                    whole = run.summary.counters.num_dropped == 0
+                    ax.plot([a], [b], marker=marker, color=color, markerfacecolor=color if whole else "white")
+        _slo_line(ax, report, metric, factor, unit)
+        if any(getattr(run.summary, metric).count for run in report.results):
+            ax.set_yscale("log")
+        ax.set_ylabel(f"{name} ({unit})")
+        _finish(ax, report, name.capitalize())
+    return ax
+
+
+def draw_violins(report: Report, metric: str = "ttft", *, ax: Axes | None = None) -> Axes:
+    """The whole distribution of ``metric`` ("ttft", "tpot" or "e2e") for each rate and strategy, with its median.
+
+    Raises ConfigError for another metric.
+    """
+    if metric not in ("ttft", "tpot", "e2e"):
+        raise ConfigError(f"violins are drawn of ttft, tpot or e2e, not of {metric!r}")
+    name, factor, unit = _latency(metric)
+    rates = sorted({run.rate for run in report.results})
+    count = len(report.strategies)
+    with styled():
+        ax = axes_for(ax, (max(7.0, 0.55 * count * len(rates) + 2.5), 4.5))
+        for index, (strategy, color, _, runs) in enumerate(_curves(report)):
+            offset = (index - (count - 1) / 2) * 0.8 / count
+            for run in runs:
+                values = [value * factor for value in run.samples.get(f"{metric}_s", ())]
+                _violin(ax, rates.index(run.rate) + offset, values, 0.7 / count, color)
+            ax.plot([], [], color=color, linewidth=8, label=strategy)
+        _slo_line(ax, report, metric, factor, unit)
+        ax.set_yscale("log")
+        ax.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
+        ax.set_ylabel(f"{name} ({unit})")
+        _finish(ax, report, f"{name.capitalize()} of completed requests", from_zero=False)
+    return ax
+
+
+def draw_outcomes(report: Report, *, ax: Axes | None = None) -> Axes:
+    """Completed and dropped requests, by reason, as stacked bars: one group per rate, one bar per strategy."""
+    rates = sorted({run.rate for run in report.results})
+    count = len(report.strategies)
+    with styled():
+        ax = axes_for(ax, (max(7.0, 0.45 * count * len(rates) + 2.5), 4.5))
+        handles: dict[str, Patch] = {}
+        for index, (strategy, color, _, runs) in enumerate(_curves(report)):
+            offset = (index - (count - 1) / 2) * 0.8 / count
+            for run in runs:
+                counters = run.summary.counters
+                parts = [(f"completed, {strategy}", counters.completed, color)]
+                parts += [(why, n, c) for (why, n), c in zip(counters.dropped.items(), DROP_COLORS, strict=True)]
+                bottom = 0
+                for label, number, paint in parts:
+                    hatch = None if label.startswith("completed") else "///"
+                    face = paint if hatch is None else tint(paint, 0.45)
+                    x = rates.index(run.rate) + offset
+                    ax.bar(x, number, 0.7 / count, bottom, color=face, edgecolor=paint, hatch=hatch)
+                    if number:
+                        handles.setdefault(label, Patch(facecolor=face, edgecolor=paint, hatch=hatch, label=label))
+                    bottom += number
+        ax.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
+        ax.set_ylabel("requests")
+        _finish(ax, report, "Completed and dropped requests", legend=False)
+        order = sorted(handles, key=lambda label: not label.startswith("completed"))
+        ax.legend(handles=[handles[label] for label in order], loc="upper left", frameon=True, framealpha=0.9)
+    return ax
+
+
+def draw_attainment(report: Report, *, target: float = 0.9, ax: Axes | None = None) -> Axes:
+    """Share of offered requests within TTFT and TPOT over the rate, and each strategy's goodput where it was searched.
+
+    Small points are the rates that the search ran in between.
+    """
+    with styled():
+        ax = axes_for(ax, (7, 4.5))
+        for name, color, marker, runs in _curves(report):
+            found = report.goodput.get(name)
+            gpus = _divisor(report, runs[0]) if runs else 1
+            probes = {probe.rate / gpus: probe.attainment for probe in found.probes} if found else {}
+            marked = {_rate(report, run): run.summary.attainment for run in runs}
+            line = dict(sorted({**probes, **marked}.items()))
+            label = f"{name}: goodput {found.rate / gpus:.3g}/s" if found else name
+            ax.plot(list(line), [100 * y for y in line.values()], color=color, marker=".", label=label)
+            ax.plot(list(marked), [100 * y for y in marked.values()], color=color, marker=marker, linestyle="none")
+            if found and found.rate:
+                ax.plot([found.rate / gpus] * 2, [0, 100 * target], color=color, linestyle=":", linewidth=1.5)
+        ax.axhline(100 * target, color=ALERT_COLOR, linewidth=1.2)
+        ax.annotate(f"{target:.0%}", (1, 100 * target), (-4, 4), xycoords=("axes fraction", "data"),
+                    textcoords="offset points", ha="right", color=ALERT_COLOR)  # fmt: skip
+        ax.set_ylim(-3, 106)
+        ax.set_ylabel("offered requests within the SLO (%)")
+        _finish(ax, report, "SLO attainment")
+        ax.set_ylim(-3, 106)
+    return ax
+
+
+def figures(report: Report) -> dict[str, Figure]:
+    """Every picture, by file name. They belong to nobody's pyplot."""
+    drawn: dict[str, Figure] = {}
+    for name, draw in (
+        ("throughput", draw_throughput),
+        ("attainment", draw_attainment),
+        ("outcomes", draw_outcomes),
+        ("ttft", lambda r, ax: draw_latency(r, "ttft", ax=ax)),
+        ("tpot", lambda r, ax: draw_latency(r, "tpot", ax=ax)),
+        ("e2e", lambda r, ax: draw_latency(r, "e2e", ax=ax)),
+        ("ttft-violins", lambda r, ax: draw_violins(r, "ttft", ax=ax)),
+        ("e2e-violins", lambda r, ax: draw_violins(r, "e2e", ax=ax)),
+    ):
+        with styled():
+            wide = name in ("outcomes", "ttft-violins", "e2e-violins")
+            columns = len(report.results) if wide else 0
+            figure = bare_figure(max(7.5, 0.5 * columns + 2.5), 4.5)
+            draw(report, ax=figure.add_subplot())  # type: ignore[operator]
+        drawn[name] = figure
+    return drawn
+
+
+# --- inside ----------------------------------------------------------------------------------------------------
+
+
+def _curves(report: Report) -> Iterator[tuple[str, str, str, list[Result]]]:
+    """(strategy, colour, marker, its runs by rate)."""
+    for index, name in enumerate(report.strategies):
+        yield name, PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)], report.of(name)
+
+
+def _divisor(report: Report, run: Result) -> int:
+    return run.summary.num_gpus if report.per_gpu else 1
+
+
+def _rate(report: Report, run: Result) -> float:
+    return run.rate / _divisor(report, run)
+
+
+def _per_gpu(report: Report) -> str:
+    return " per GPU" if report.per_gpu else ""
+
+
+def _latency(metric: str) -> tuple[str, float, str]:
+    if metric not in LATENCIES:
+        raise ConfigError(f"there is no latency {metric!r}; there are {', '.join(LATENCIES)}")
+    return LATENCIES[metric]
+
+
+def _percentiles(run: Result, metric: str) -> Percentiles:
+    found: Percentiles = getattr(run.summary, metric)
+    return found
+
+
+def _violin(ax: Axes, x: float, values: Sequence[float], width: float, color: str) -> None:
+    """Values as they are if they are too few, or all alike, for a density."""
+    if len(set(values)) < 5:
+        ax.plot([x] * len(values), values, "o", color=color, markersize=4, alpha=0.6)
+        return
+    parts: dict[str, Any] = ax.violinplot([values], [x], widths=width, showextrema=False, points=60)
+    for body in parts["bodies"]:
+        body.set_facecolor(color)
+        body.set_edgecolor(color)
+        body.set_alpha(0.55)
+    middle = sorted(values)[len(values) // 2]
+    ax.plot([x - width / 3, x + width / 3], [middle] * 2, color=INK, linewidth=1.5)
+
+
+def _slo_line(ax: Axes, report: Report, metric: str, factor: float, unit: str) -> None:
+    limit = {"ttft": report.slo.ttft_s, "tpot": report.slo.tpot_s}.get(metric)
+    if limit is None:
+        return
+    ax.axhline(limit * factor, color=ALERT_COLOR, linewidth=1.2)
+    ax.annotate(f"SLO {limit * factor:g} {unit}", (1, limit * factor), (-4, 4), xycoords=("axes fraction", "data"),
+                textcoords="offset points", ha="right", color=ALERT_COLOR)  # fmt: skip
+
+
+def _finish(ax: Axes, report: Report, title: str, *, from_zero: bool = True, legend: bool = True) -> None:
+    note = " (unequal hardware: per GPU)" if report.per_gpu else ""
+    ax.set_title(f"{title}: {report.workload}{note}")
+    ax.set_xlabel(f"offered rate (requests/s{_per_gpu(report) if from_zero else ''})")
+    if from_zero and legend:
+        ax.set_xlim(left=0)
+        if ax.get_yscale() == "linear":
+            ax.set_ylim(bottom=0)
+    if legend and ax.get_legend_handles_labels()[0]:
+        ax.legend(loc="best", frameon=True, framealpha=0.9, edgecolor="none")
