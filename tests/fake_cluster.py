@@ -26,6 +26,7 @@ from nanopd.workers.worker import CollocatedWorker, DecodeWorker, PrefillWorker,
 from tests.fake_runner import EOS, VOCAB, FakeRunner, oracle
 
 LAYOUT = LayoutFingerprint("fake", "bfloat16", 4, 2, 1, 8)
+TURNS = 200_000
 ROLES = {"c": CollocatedWorker, "p": PrefillWorker, "d": DecodeWorker}
 
 
@@ -197,7 +198,7 @@ class Monkey:
     ) -> None:
         """Submit requests now and then, until all have ended."""
         submitted = 0
-        for _ in range(turns):
+        for _ in range(TURNS):
             if submitted < num_requests and self.random.random() < 0.3:
                 self.submit(f"r{submitted}")
                 submitted += 1
@@ -209,7 +210,7 @@ class Monkey:
                 if self.central.num_unfinished == 0:
                     return
                 raise AssertionError(f"stuck with {self.central.num_unfinished} unfinished requests")
-        raise AssertionError(f"still {self.central.num_unfinished} unfinished after {turns} turns")
+        raise AssertionError(f"still {self.central.num_unfinished} unfinished after {TURNS} turns")
 
     def _able(self) -> bool:
         return any(worker.name in self.awake and worker.alive for worker in self.workers)

@@ -275,8 +275,7 @@ class CentralScheduler:
 
     def _schedule(self, worker: Worker, now: float) -> StepPlan:
         plan = worker.scheduler.schedule(now)
-        for request in plan.preempted:
-            self._moves.start_over(self._entries[request.request_id])
+        if plan.preempted:  # never by a prefill worker, so nothing that was preempted is being streamed
             self._wake_pool(worker)
         return plan
 

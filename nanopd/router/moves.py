@@ -76,12 +76,6 @@ class Moves:
         reservation.open_moves += 1
         return handoff
 
-    def start_over(self, entry: Entry) -> None:
-        """Its prefill lost its blocks: everything is to be sent again, and arrives after what is under way."""
-        if entry.reservation is not None:
-            entry.reservation.sent_blocks = entry.reservation.first_block
-            entry.reservation.complete = False
-
     def end(self, transfer_id: int, ok: bool) -> tuple[Move, BaseException | None] | None:
         """A move has ended: nothing reads or writes for it any more. Returns it, and what is wrong with its data.
 

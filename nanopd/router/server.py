@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -222,10 +223,8 @@ class Server:
             self._abort_if_there(name)
 
     def _abort_if_there(self, name: str) -> None:
-        try:
+        with suppress(UnknownRequestError):  # it has finished
             self.abort(name)
-        except UnknownRequestError:  # it has finished
-            pass
 
     # --- the end ---------------------------------------------------------------------------------------------
 
@@ -235,7 +234,7 @@ class Server:
             return self._idle.wait_for(lambda: self.central.num_unfinished == 0, timeout)
 
     def close(self) -> None:
-        """Abort what is left, stop all threads, close the links. Twice does no harm; `drain` before it to lose nothing."""
+        """Abort what is left, stop all threads, close the links. `drain` before it loses nothing; twice does no harm."""
         with self._lock:
             self._closing = True
             for request_id in list(self.central.desk.jobs):

@@ -162,7 +162,7 @@ class DecodeWorker(Worker):
         return nobody and self.block_manager.can_append(table, slots)
 
     def lend(self, request: Request) -> None:
-        """In a shared pool: let the prefill write to the reserved blocks. The table is ``request.table`` from now on."""
+        """In a shared pool: let the prefill write to the reserved blocks, as ``request.table``."""
         request.table, self.reserved[request.request_id] = self.reserved[request.request_id], None
 
     def take_over(self, request: Request, now: float) -> None:
