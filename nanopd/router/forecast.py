@@ -105,7 +105,7 @@ def forecast_prefill(place: Place, tokens: int, now: float, ahead_tokens: int = 
         ahead -= taken
     ahead += ahead_tokens
     shared = ahead % chunk
-    own = place.prefill_ms(shared + tokens, tokens)
+    own = place.prefill_ms(shared + tokens, (shared * mean_ahead + tokens * tokens) / (shared + tokens))
     queue = place.prefill_ms(ahead - shared, mean_ahead or tokens)
     return PrefillForecast(in_flight, queue, own, place.interference_ms(tokens, tokens), worker.num_waiting + behind)
 

@@ -52,9 +52,11 @@ def prefill_queue(snapshot: Snapshot) -> int:
     return snapshot.backlog_requests + sum(w.num_waiting for w in snapshot.of(Role.PREFILL))
 
 
-def system_load(snapshot: Snapshot) -> int:
-    """Requests in the system, waiting or decoding, on whatever path."""
-    return snapshot.backlog_requests + sum(w.num_waiting + w.num_running for w in snapshot.workers)
+def system_load(snapshot: Snapshot) -> float:
+    """Requests in the system, waiting or decoding, for each worker that decodes: comparable with a batch."""
+    decoding = sum(worker.role is not Role.PREFILL for worker in snapshot.workers)
+    requests = snapshot.backlog_requests + sum(w.num_waiting + w.num_running for w in snapshot.workers)
+    return requests / max(decoding, 1)
 
 
 def expected_output(request: Request, predicted: float | None, default: float) -> float:

@@ -6,6 +6,8 @@ disagree about little, and notebook 08 shows why that is a weakness: see ``nanop
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from nanopd.costmodel.analytical import AnalyticalModel
 from nanopd.costmodel.cost_model import LoadState, RequestSize
 from nanopd.costmodel.estimate import Estimate
@@ -18,7 +20,7 @@ from nanopd.workers.worker import Role
 
 
 class _Seed:
-    """What both share. ``load``: requests in the system; ``batch``: of the least loaded decode worker."""
+    """What both share. ``load`` is `system_load`; ``batch`` is that of the least loaded decode worker."""
 
     def __init__(self, profile: HardwareProfile | str, default_output: float = 256.0) -> None:
         self.model = AnalyticalModel(load_profile(profile) if isinstance(profile, str) else profile)
@@ -47,7 +49,7 @@ class SeedRule(_Seed):
         collocated, disaggregated = self.estimates(request, snapshot, predicted_output)
         return take(
             Path.DISAGGREGATED if yes else Path.COLLOCATED,
-            f"load {load} is {'above' if yes else 'not above'} the threshold {threshold:.3f}",
+            f"load {load:.4g} is {'above' if yes else 'not above'} the threshold {threshold:.3f}",
             request,
             snapshot,
             collocated=collocated,
@@ -65,7 +67,7 @@ class SeedEstimate(_Seed):
         collocated, disaggregated = self.estimates(request, snapshot, predicted_output)
         margin = collocated.total_ms - disaggregated.total_ms
         worse, better = (collocated, disaggregated) if margin > 0 else (disaggregated, collocated)
-        term = deciding_term(better, worse)
+        term = deciding_term(better.terms, worse.terms)
         return take(
             Path.DISAGGREGATED if margin > 0 else Path.COLLOCATED,
             f"{better.total_ms:.4g} ms against {worse.total_ms:.4g} ms ({abs(margin) / worse.total_ms:.2%}), "
@@ -78,8 +80,8 @@ class SeedEstimate(_Seed):
         )
 
 
-def deciding_term(better: Estimate, worse: Estimate) -> str:
-    """The term that speaks most for the better estimate, with both values."""
-    names = [*worse.terms, *(name for name in better.terms if name not in worse.terms)]
-    name = max(names, key=lambda n: worse.terms.get(n, 0.0) - better.terms.get(n, 0.0))
-    return f"{name} ({better.terms.get(name, 0.0):.4g} ms against {worse.terms.get(name, 0.0):.4g} ms)"
+def deciding_term(better: Mapping[str, float], worse: Mapping[str, float]) -> str:
+    """The term, in ms, that speaks most for the better estimate, with both values."""
+    names = [*worse, *(name for name in better if name not in worse)]
+    name = max(names, key=lambda n: worse.get(n, 0.0) - better.get(n, 0.0))
+    return f"{name} ({better.get(name, 0.0):.4g} ms against {worse.get(name, 0.0):.4g} ms)"

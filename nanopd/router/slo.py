@@ -122,15 +122,19 @@ class SloAware:
 
     def misses(self, forecast: PathForecast) -> float:
         """Expected number of requests, this one included, that miss their objectives because of the decision."""
-        return self.own_miss(forecast) + sum(
-            count * (self._miss(after, limit) - self._miss(before, limit))
-            for count, before, after, limit in self._changes(forecast)
-        )
+        return self.own_miss(forecast) + self.misses_of_others(forecast)
 
     def own_miss(self, forecast: PathForecast) -> float:
         """Probability that the request misses its TTFT or its TPOT."""
         in_time = 1.0 - self._miss(forecast.ttft_ms, self.ttft_ms)
         return 1.0 - in_time * (1.0 - self._miss(forecast.tpot_ms, self.tpot_ms))
+
+    def misses_of_others(self, forecast: PathForecast) -> float:
+        """How many more of the others are expected to miss theirs."""
+        return sum(
+            count * (self._miss(after, limit) - self._miss(before, limit))
+            for count, before, after, limit in self._changes(forecast)
+        )
 
     def _miss(self, predicted_ms: float, limit_ms: float) -> float:
         """Probability that the real value is above the limit."""
@@ -155,18 +159,25 @@ class SloAware:
         if len(best) == 1:
             return f"{where}: no other path has workers for it"
         (rejected,) = (forecast for forecast in best.values() if forecast is not chosen)
+        gains = {  # in expected misses, by the group of terms that they come from
+            "to_first": self._miss(rejected.ttft_ms, self.ttft_ms) - self._miss(chosen.ttft_ms, self.ttft_ms),
+            "after": self._miss(rejected.tpot_ms, self.tpot_ms) - self._miss(chosen.tpot_ms, self.tpot_ms),
+            "others": self.misses_of_others(rejected) - self.misses_of_others(chosen),
+        }
         ours, theirs = self.misses(chosen), self.misses(rejected)
         if abs(ours - theirs) > self.tolerance:
-            verdict = f"{ours:.2f} expected SLO misses against {theirs:.2f}"
-        else:
-            verdict = f"equal SLO misses, {chosen.estimate.total_ms:.4g} ms against {rejected.estimate.total_ms:.4g}"
-        return f"{where}: {verdict}, most of all by {deciding_term(chosen.estimate, rejected.estimate)}"
+            group = max(gains, key=lambda name: gains[name])
+            term = deciding_term(getattr(chosen, group), getattr(rejected, group))
+            return f"{where}: {ours:.2f} expected SLO misses against {theirs:.2f}, most of all by {term}"
+        ours, theirs = chosen.estimate.total_ms, rejected.estimate.total_ms
+        term = deciding_term(chosen.estimate.terms, rejected.estimate.terms)
+        return f"{where}: equal SLO misses, {ours:.4g} ms against {theirs:.4g} ms, most of all by {term}"
 
     def _place(self, worker: WorkerSnapshot) -> Place:
         key = WHOLE if worker.profile is None else worker.profile
         if key not in self.models:
             raise ConfigError(
-                f"worker {worker.name!r} needs a step-time model {key!r}; there are {sorted(self.models)}"
+                f"worker {worker.name!r} needs a step-time model for {key!r}; there are {sorted(self.models)}"
             )
         return Place(worker, self.models[key], self.max_num_batched_tokens, self.chunk_sizes[worker.role])
 
