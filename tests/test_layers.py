@@ -43,7 +43,7 @@ TORCH = (
     "nanopd.transfer.cache_link", "nanopd.transfer.pipeline", "nanopd.transfer.streams",
     "nanopd.transfer.shared_pool", "nanopd.transfer.same_device", "nanopd.transfer.peer",
     "nanopd.transfer.pinned_relay", "nanopd.transfer.probe", "nanopd.transfer.benchmark", "nanopd.transfer.overlap",
-    "nanopd.costmodel.profiler",
+    "nanopd.costmodel.profiler", "nanopd.costmodel.places",
     "nanopd.course.magic",
 )  # fmt: skip
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from nanopd.costmodel.estimate import Estimate
     from nanopd.costmodel.features import StepFeatures, StepPoint
     from nanopd.costmodel.hardware_profile import HardwareProfile, load_profile, preset, preset_names
+    from nanopd.costmodel.places import measure_cluster, measure_link
     from nanopd.costmodel.profiler import measure_place, profile_device
     from nanopd.costmodel.quality import FitQuality
     from nanopd.costmodel.step_cost import StepTimeCost
@@ -32,6 +33,8 @@ _HOME = {
     "StepTimeModel": "step_time",
     "fit_step_time": "step_fit",
     "load_profile": "hardware_profile",
+    "measure_cluster": "places",
+    "measure_link": "places",
     "measure_place": "profiler",
     "prefill_steps": "step_time",
     "preset": "hardware_profile",
@@ -54,6 +57,8 @@ __all__ = [
     "StepTimeModel",
     "fit_step_time",
     "load_profile",
+    "measure_cluster",
+    "measure_link",
     "measure_place",
     "prefill_steps",
     "preset",

@@ -11,9 +11,11 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+
+import torch
 
 from nanopd.costmodel.analytical_fit import fit_alpha, fit_beta, fit_gamma
 from nanopd.costmodel.features import StepFeatures, StepPoint
@@ -70,9 +72,8 @@ def profile_device(
 
 
 def profile_of(llm: LLM, points: Sequence[StepPoint], command: str | None = None) -> HardwareProfile:
-    """All fits on points that were measured on the whole device, and maybe on other places too. See above."""
-    whole = [point for point in points if point.place == WHOLE]
-    alpha, beta, gamma = fit_alpha(whole), fit_beta(whole), fit_gamma(whole)
+    """All fits on points that were measured on the whole device that ``llm`` runs on. See ``profile_device``."""
+    alpha, beta, gamma = fit_alpha(points), fit_beta(points), fit_gamma(points)
     models, quality, marked = fit_places(points)
     device, dtype = llm.kv_cache.device, llm.kv_cache.tensor.dtype
     where = environment(device, command)
@@ -92,6 +93,20 @@ def profile_of(llm: LLM, points: Sequence[StepPoint], command: str | None = None
         points=marked,
         environment=where,
         source="measured by nanopd profile",
+    )
+
+
+def add_points(profile: HardwareProfile, points: Sequence[StepPoint]) -> HardwareProfile:
+    """The profile with the points of other places, such as SM partitions, and their step-time models.
+
+    Raises FitError for a place with too few points.
+    """
+    models, quality, marked = fit_places(points)
+    return replace(
+        profile,
+        step_time={**profile.step_time, **models},
+        quality={**profile.quality, **quality},
+        points=(*(point for point in profile.points if point.place not in models), *marked),
     )
 
 
@@ -119,6 +134,7 @@ def measure_place(
     quick: bool = False,
     sizes: Sizes | None = None,
     seed: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
     use_tqdm: bool = True,
 ) -> list[StepPoint]:
     """Measure the steps of one place: a whole device, or an SM partition with a runner of its own.
@@ -132,6 +148,7 @@ def measure_place(
         place: name that the points get.
         phases: "prefill", "decode" or both, by what the place is there for.
         sizes: what to measure, instead of the default for the device and ``quick``.
+        clock: seconds.
 
     Raises ConfigError if blocks are in use, or the limits leave nothing to measure.
     """
@@ -148,7 +165,7 @@ def measure_place(
         raise ConfigError(f"nothing to measure on {place}: {phases} within {limits}")
     points = []
     with _whole_pool(runner, block_manager), _no_collection():
-        timer = StepTimer(runner, config, block_manager.num_blocks, block_manager.block_size, vocab_size, sizes)
+        timer = StepTimer(runner, config, block_manager.num_blocks, block_manager.block_size, vocab_size, sizes, clock)
         timer.measure(setups[0])  # compiles, captures, allocates
         for setup in tqdm(setups, f"Profiling {place}", unit="point", disable=not use_tqdm):
             features, ms = timer.measure(setup)
@@ -166,6 +183,7 @@ class StepTimer:
     block_size: int
     vocab_size: int
     sizes: Sizes
+    clock: Callable[[], float] = time.perf_counter
 
     def measure(self, setup: Setup) -> tuple[StepFeatures, float]:
         """The median of some timed steps that follow each other, after those that warm up: its counts and its ms.
@@ -176,26 +194,27 @@ class StepTimer:
         """
         series = []
         for _ in range(_SERIES):
-            timed = sorted(self._series(setup), key=lambda step: step[1])
+            timed = sorted(self.series(setup), key=lambda step: step[1])
             median = timed[len(timed) // 2]
             series.append(median)
             if median[1] <= _QUIET * timed[0][1]:
                 break
         return min(series, key=lambda step: step[1])
 
-    def _series(self, setup: Setup) -> list[tuple[StepFeatures, float]]:
+    def series(self, setup: Setup) -> list[tuple[StepFeatures, float]]:
+        """Timed steps that follow each other."""
         scheduler = self._prepare(setup)
         for _ in range(self.sizes.warm_up):
             self._run_step(scheduler)
         return [self._run_step(scheduler) for _ in range(self.sizes.steps)]
 
     def _run_step(self, scheduler: Scheduler) -> tuple[StepFeatures, float]:
-        begin = time.perf_counter()
+        begin = self.clock()
         plan = scheduler.schedule()
         tokens = self.runner.launch(plan).wait()
         features = StepFeatures.of(plan)  # before update moves the requests on; a few µs
         scheduler.update(plan, tokens)
-        return features, (time.perf_counter() - begin) * 1e3
+        return features, (self.clock() - begin) * 1e3
 
     def _prepare(self, setup: Setup) -> Scheduler:
         """A scheduler about to plan the step that is wanted."""
@@ -253,8 +272,9 @@ def _whole_pool(runner: ModelRunner, manager: BlockManager) -> Iterator[None]:
     table = manager.match_prefix(())
     manager.append_slots(table, manager.num_blocks * manager.block_size)  # cached prefixes are given up
     try:
-        for layer in range(runner.kv_cache.num_layers):  # one at a time: a generator works in float32 internally
-            runner.kv_cache.tensor[layer].normal_()
+        for layer in runner.kv_cache.tensor:
+            # Not in place: a neighbour that is kept busy reads it meanwhile, and what normal_ passes through has NaNs.
+            layer.copy_(torch.randn_like(layer))
         yield
     finally:
         manager.free(table)

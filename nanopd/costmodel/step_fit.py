@@ -135,12 +135,17 @@ def _fit(rows: Array, ms: Array, launch_bound: np.ndarray, knee: float) -> StepT
 
 def _gaps(name: str, points: Sequence[StepPoint]) -> list[str]:
     """What the points cannot tell: such coefficients are 0, and predictions there are too low."""
+    features = [point.features for point in points]
+    if not any(f.num_decodes for f in features):
+        return [f"{name}: only prefill was measured, so it knows nothing of decodes"]
+    if not any(f.prefill_tokens for f in features):
+        return [f"{name}: only decodes were measured, so it knows nothing of prefill"]
     said = []
     for what, values in (
-        ("prefill", {p.features.prefill_tokens for p in points}),
-        ("decode batch", {p.features.num_decodes for p in points}),
-        ("KV tokens of the decodes", {p.features.kv_tokens for p in points}),
+        ("prefill tokens", {f.prefill_tokens for f in features}),
+        ("decode batch", {f.num_decodes for f in features}),
+        ("KV tokens of the decodes", {f.kv_tokens for f in features}),
     ):
-        if len(values) == 1:
-            said.append(f"{name}: every point has the same {what} ({values.pop()}), so its cost is not known")
+        if len(values) < 3:
+            said.append(f"{name}: only {len(values)} different values of {what}, so its cost is hardly known")
     return said
