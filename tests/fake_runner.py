@@ -9,7 +9,7 @@ the right tokens are known without any engine: `oracle`.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nanopd.engine.plan import StepPlan
 from nanopd.engine.request import Request
@@ -68,6 +68,14 @@ class FakeRunner:
             for chunk in plan.chunks
         ]
 
+    def launch(self, plan: StepPlan, after_layer: Callable[[int], object] | None = None) -> LaunchedStep:
+        """As `ModelRunner.launch`, for a model of two layers."""
+        tokens = self.execute(plan)
+        for layer in range(2):
+            if after_layer is not None:
+                after_layer(layer)
+        return LaunchedStep(tokens)
+
     def _check(self, plan: StepPlan) -> None:
         assert plan.chunks, "an empty plan was executed"
         assert all(chunk.num_tokens >= 1 for chunk in plan.chunks)
@@ -113,3 +121,13 @@ class FakeRunner:
             if at != position or value != expected:
                 return [*history, -2]  # computed elsewhere or after something else: derail visibly
         return history
+
+
+class LaunchedStep:
+    """What ``FakeRunner.launch`` returns."""
+
+    def __init__(self, tokens: list[list[int]]) -> None:
+        self._tokens = tokens
+
+    def wait(self) -> list[list[int]]:
+        return self._tokens

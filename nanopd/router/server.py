@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nanopd.engine.detokenizer import Tokenizer
 from nanopd.engine.engine import StepRecord
@@ -34,6 +34,9 @@ from nanopd.router.central import CentralConfig, CentralScheduler, Event, Predic
 from nanopd.router.decision import Policy
 from nanopd.transfer.handoff import Handoff
 from nanopd.workers.worker import Worker
+
+if TYPE_CHECKING:
+    from nanopd.workers.cluster import Cluster
 
 OnStep = Callable[[str, StepRecord], None]  # worker's name, step
 
@@ -126,6 +129,23 @@ class Server:
         self._speaker = self._thread("outputs", self._run_outputs)
         for thread in (*self._workers, *self._pumps, self._speaker):
             thread.start()
+
+    @classmethod
+    def of(cls, cluster: Cluster, policy: Policy, **options: Any) -> Server:
+        """A server on a cluster's workers and links; ``options`` as for the constructor. Close it before the cluster."""
+        return cls(
+            cluster.workers,
+            policy,
+            **{
+                "links": cluster.links,
+                "tokenizer": cluster.tokenizer,
+                "vocab_size": cluster.config.vocab_size,
+                "eos_token_ids": cluster.config.eos_token_ids,
+                "kv_bytes_per_token": cluster.kv_bytes_per_token,
+                "link_gb_s": cluster.link_gb_s,
+                **options,
+            },
+        )
 
     # --- requests --------------------------------------------------------------------------------------------
 
@@ -234,7 +254,7 @@ class Server:
             return self._idle.wait_for(lambda: self.central.num_unfinished == 0, timeout)
 
     def close(self) -> None:
-        """Abort what is left, stop all threads, close the links. `drain` before it loses nothing; twice does no harm."""
+        """Abort what is left, stop all threads, close the links. Twice does no harm. See `drain`."""
         with self._lock:
             self._closing = True
             for request_id in list(self.central.desk.jobs):
