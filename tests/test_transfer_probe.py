@@ -111,7 +111,6 @@ def test_p2p_that_corrupts_one_way_only_is_not_used() -> None:
         return (PeerLink if one_way.calls == 1 else CorruptPeer)(near, far, *ops, **options)
 
     one_way.calls = 0
-    builders = {**BUILDERS, "peer copy": one_way}
     report = probe_link(
         source, destination, OPS, OPS, topology=TwoDevices(True), builders={**BUILDERS, "peer copy": one_way}
     )
