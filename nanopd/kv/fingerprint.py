@@ -21,6 +21,12 @@ class LayoutFingerprint:
     head_dim: int
     order: str = DIMENSION_ORDER
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of one token over all layers."""
+        item = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[self.dtype]
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * item
+
     def differences(self, other: LayoutFingerprint) -> list[str]:
         """One line per field that differs, such as ``"block_size: 16 and 32"``; empty if the layouts are equal."""
         pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))

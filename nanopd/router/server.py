@@ -132,7 +132,7 @@ class Server:
 
     @classmethod
     def of(cls, cluster: Cluster, policy: Policy, **options: Any) -> Server:
-        """A server on a cluster's workers and links; ``options`` as for the constructor. Close it before the cluster."""
+        """A server on a cluster, to be closed before it; ``options`` as for the constructor."""
         return cls(
             cluster.workers,
             policy,
@@ -141,8 +141,8 @@ class Server:
                 "tokenizer": cluster.tokenizer,
                 "vocab_size": cluster.config.vocab_size,
                 "eos_token_ids": cluster.config.eos_token_ids,
-                "kv_bytes_per_token": cluster.kv_bytes_per_token,
-                "link_gb_s": cluster.link_gb_s,
+                "kv_bytes_per_token": cluster.workers[0].fingerprint.bytes_per_token,
+                "link_gb_s": _slowest_gb_s(cluster.links.values()),
                 **options,
             },
         )
@@ -440,3 +440,9 @@ def make_sequences(
         )
         for index, name in enumerate(names)
     ]
+
+
+def _slowest_gb_s(links: Collection[Link]) -> float | None:
+    """Of the links whose bandwidth was measured; None where no link copies anything."""
+    measured = [report.gb_s for link in links if (report := getattr(link, "report", None)) is not None and report.gb_s]
+    return min(measured, default=None)
