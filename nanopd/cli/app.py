@@ -236,6 +236,42 @@ def bench(
 
 
 @app.command()
+def route(
+    profile: Annotated[str, typer.Option(help="rtx-4090, h20, ..., or a file that `nanopd profile` wrote.")],
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 1000,
+    output_tokens: Annotated[float, typer.Option(help="Length of the output, as predicted.")] = 200.0,
+    load: Annotated[int, typer.Option(help="Requests that decode, on either path.")] = 4,
+    policy: Annotated[
+        str, typer.Option(help="collocated, disaggregated, round-robin, seed-rule, seed-estimate, threshold, slo.")
+    ] = "seed-estimate",
+    context: Annotated[int, typer.Option(help="KV tokens of each of them.")] = 1024,
+    waiting_tokens: Annotated[int, typer.Option(help="Prompt tokens that wait to be prefilled, on either path.")] = 0,
+    prefill_place: Annotated[str, typer.Option(help="Step-time model of the prefill, as sm=84.")] = "whole device",
+    decode_place: Annotated[str, typer.Option(help="The same for the decode.")] = "whole device",
+    ttft_ms: Annotated[float, typer.Option(help="Limit for the time to first token (slo).")] = 1000.0,
+    tpot_ms: Annotated[float, typer.Option(help="Limit for the time per output token (slo).")] = 50.0,
+    chunk_size: Annotated[int | None, typer.Option(help="Prefill tokens per collocated step (slo).")] = 512,
+) -> None:
+    """Explain one decision: both paths' costs term by term, and the reason."""
+    from nanopd.cli.route import explain
+
+    explain(
+        profile=profile,
+        policy=policy,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        load=load,
+        context=context,
+        waiting_tokens=waiting_tokens,
+        prefill_place=prefill_place,
+        decode_place=decode_place,
+        ttft_ms=ttft_ms,
+        tpot_ms=tpot_ms,
+        chunk_size=chunk_size,
+    )
+
+
+@app.command()
 def progress(
     reset: Annotated[bool, typer.Option("--reset", help="Forget what was solved.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,

@@ -70,7 +70,7 @@ class SeedEstimate(_Seed):
         term = deciding_term(better.terms, worse.terms)
         return take(
             Path.DISAGGREGATED if margin > 0 else Path.COLLOCATED,
-            f"{better.total_ms:.4g} ms against {worse.total_ms:.4g} ms ({abs(margin) / worse.total_ms:.2%}), "
+            f"{as_ms(better.total_ms)} against {as_ms(worse.total_ms)} ({abs(margin) / worse.total_ms:.2%}), "
             f"most of all by {term}",
             request,
             snapshot,
@@ -84,4 +84,9 @@ def deciding_term(better: Mapping[str, float], worse: Mapping[str, float]) -> st
     """The term, in ms, that speaks most for the better estimate, with both values."""
     names = [*worse, *(name for name in better if name not in worse)]
     name = max(names, key=lambda n: worse.get(n, 0.0) - better.get(n, 0.0))
-    return f"{name} ({better.get(name, 0.0):.4g} ms against {worse.get(name, 0.0):.4g} ms)"
+    return f"{name} ({as_ms(better.get(name, 0.0))} against {as_ms(worse.get(name, 0.0))})"
+
+
+def as_ms(value: float) -> str:
+    """Three significant digits, or whole milliseconds."""
+    return f"{value:,.0f} ms" if abs(value) >= 1000 else f"{value:.3g} ms"

@@ -24,7 +24,7 @@ from nanopd.router.decision import Decision, Path
 from nanopd.router.forecast import Place
 from nanopd.router.path_forecast import PathForecast, Sharing, forecast_collocated, forecast_disaggregated
 from nanopd.router.paths import candidates, expected_output, possible_paths
-from nanopd.router.rule import deciding_term
+from nanopd.router.rule import as_ms, deciding_term
 from nanopd.router.snapshot import Snapshot, WorkerSnapshot
 from nanopd.workers.worker import Role
 
@@ -155,7 +155,7 @@ class SloAware:
     # --- inside ----------------------------------------------------------------------------------------------
 
     def _reason(self, chosen: PathForecast, best: Mapping[Path, PathForecast]) -> str:
-        where = f"{chosen.path} on {' and '.join(chosen.workers)}"
+        where = f"on {' and '.join(chosen.workers)}"
         if len(best) == 1:
             return f"{where}: no other path has workers for it"
         (rejected,) = (forecast for forecast in best.values() if forecast is not chosen)
@@ -171,7 +171,7 @@ class SloAware:
             return f"{where}: {ours:.2f} expected SLO misses against {theirs:.2f}, most of all by {term}"
         ours, theirs = chosen.estimate.total_ms, rejected.estimate.total_ms
         term = deciding_term(chosen.estimate.terms, rejected.estimate.terms)
-        return f"{where}: equal SLO misses, {ours:.4g} ms against {theirs:.4g} ms, most of all by {term}"
+        return f"{where}: equal SLO misses, {as_ms(ours)} against {as_ms(theirs)}, most of all by {term}"
 
     def _place(self, worker: WorkerSnapshot) -> Place:
         key = WHOLE if worker.profile is None else worker.profile

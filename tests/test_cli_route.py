@@ -1,0 +1,78 @@
+"""``nanopd route``: both estimates, the reason, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from router_cases import HALF, WHOLE
+
+from nanopd.cli.app import run
+from nanopd.costmodel.hardware_profile import preset
+from nanopd.router.policies import POLICY_NAMES
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> str:
+    """A profile with step-time models."""
+    models = {"whole device": WHOLE, "sm=84": HALF}
+    return str(replace(preset("h20"), device="imagined card", step_time=models).save(tmp_path / "profile.json"))
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """Lines of the table: term -> the last two columns."""
+    return {" ".join(parts[:-2]): parts[-2:] for line in text.splitlines() if len(parts := line.split()) > 2}
+
+
+@pytest.mark.parametrize(("load", "path"), [(2, "collocated"), (3, "disaggregated")])
+def test_the_seeds_rule_on_a_4090(load: int, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["route", "--profile", "rtx-4090", "--policy", "seed-rule", "--load", str(load)]) == 0
+    shown = capsys.readouterr().out
+    assert f"\n{path}: load {load} is" in shown and "threshold 2.105" in shown
+    table = rows(shown)
+    assert table["prefill"] == ["124.72", "124.72"]
+    assert table["transfer"] == ["-", "11.43"]
+    assert table["interference"] == [f"{86.9146 * load / 16:.2f}", "-"]
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_every_policy_shows_both_estimates_and_says_why(
+    policy: str, measured: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["route", "--profile", measured, "--policy", policy, "--prompt-tokens", "4000", "--load", "20"]) == 0
+    shown = capsys.readouterr().out
+    assert "imagined card" in shown and f"Policy {policy}," in shown
+    table = rows(shown)
+    assert all(float(value.replace(",", "")) > 0 for value in table["in all"])
+    assert ("its estimates" in shown) is (policy in ("seed-rule", "seed-estimate", "slo"))
+    last = shown.strip().splitlines()[-1]
+    assert last.startswith(("collocated: ", "disaggregated: ")) and len(last.split()) > 1
+    assert ("TTFT (limit 1000)" in shown) is (policy == "slo")
+
+
+def test_the_slo_policy_uses_the_model_of_each_place(measured: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["route", "--profile", measured, "--policy", "slo", "--prompt-tokens", "3000", "--load", "0"]
+    assert run([*arguments, "--chunk-size", "2048", "--prefill-place", "sm=84", "--decode-place", "sm=84"]) == 0
+    prefill = rows(capsys.readouterr().out)["prefill"]
+    assert float(prefill[0]) == pytest.approx(WHOLE.prefill_ms(3000, chunk_size=2048), rel=0.02)
+    assert float(prefill[1]) == pytest.approx(HALF.prefill_ms(3000, chunk_size=2048), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--profile", "abacus"], "rtx-4090"),
+        (["--profile", "h20", "--policy", "best"], "seed-estimate, threshold, slo"),
+        (["--profile", "h20", "--policy", "slo"], "no step-time model"),
+        (["--profile", "h20", "--load", "-1"], "load must be at least 0"),
+        (["--profile", "h20", "--prompt-tokens", "0"], "prompt_tokens must be at least 1"),
+        (["--profile", "h20", "--output-tokens", "0.5"], "output_tokens must be at least 1"),
+        (["--profile", "h20", "--context", "-5"], "context must be at least 0"),
+    ],
+    ids=["profile", "policy", "no-model", "load", "prompt", "output", "context"],
+)
+def test_what_it_refuses_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["route", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error and len(error.splitlines()) == 1
