@@ -173,7 +173,7 @@ class _Bench:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
+        self._stack.close()  # whatever ended it, the target is taken down as usual
 
     def summary(self, rate: float) -> Summary:
         return self.result(rate).summary

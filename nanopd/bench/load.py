@@ -142,6 +142,9 @@ class _Pacer:
         except NanoPDError as error:
             self.flights.drop(arrival, Outcome.REFUSED, f"{type(error).__name__}: {error}", late)
             return
+        except BaseException:  # a broken target: `run_load` raises it, and must not wait for this one
+            self.flights.drop(arrival, Outcome.FAILED, "could not be sent", late)
+            raise
         if timeout is not None:
             self.deadlines.append((due + timeout, name))
 
