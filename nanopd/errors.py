@@ -162,6 +162,17 @@ class ReportError(NanoPDError, ValueError):
     """A benchmark record is damaged, of another version, or belongs to another run."""
 
 
+# --- simulation ------------------------------------------------------------------------------------------------
+
+
+class SimulationError(NanoPDError):
+    """A simulation stands still, its books do not balance, or a recording does not repeat: a bug, not a result."""
+
+
+class RecordingError(NanoPDError, ValueError):
+    """A recording of a run cannot be read, is of another version, or lacks what a replay needs."""
+
+
 # --- course ----------------------------------------------------------------------------------------------------
 
 
