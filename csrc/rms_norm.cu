@@ -27,7 +27,7 @@ rms_norm(const SCALAR* x,                      // row r starts at (r / heads) * 
          const SCALAR* __restrict__ weight,    // [ROW]
          const SCALAR* residual,               // [rows, ROW], read when RESIDUAL
          SCALAR* __restrict__ y,               // [rows, ROW]
-         SCALAR* __restrict__ total,           // [rows, ROW] x + residual, written when RESIDUAL
+         SCALAR* total,                        // [rows, ROW] x + residual, written when RESIDUAL; may be residual itself
          int rows, int heads, i64 x_stride, float eps) {
   let_next_start();
   wait_for_previous();
@@ -49,6 +49,13 @@ rms_norm(const SCALAR* x,                      // row r starts at (r / heads) * 
     unpack8<SCALAR>(load16(residual + out + vec * 8), r);
 #pragma unroll
     for (int e = 0; e < 8; ++e) h[i][e] += r[e];
+#endif
+  }
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) {  // a loop of its own: no load waits for a store that it might depend on
+    const int vec = i * GROUP + lane;
+    if (!active || vec >= ROW_VECS) continue;
+#if RESIDUAL
     const uint4 rounded = pack8<SCALAR>(h[i]);  // the norm is taken of what the next layer will read
     store16(total + out + vec * 8, rounded);
     unpack8<SCALAR>(rounded, h[i]);

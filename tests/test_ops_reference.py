@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanopd.errors import CudaUnavailableError, UnsupportedShapeError
 from nanopd.ops import get_ops
+from nanopd.ops.alike import alike
 from nanopd.ops.reference import ReferenceOps, _decode_groups
 
 OPS = ReferenceOps()
@@ -220,6 +221,41 @@ def test_rms_norm_by_hand() -> None:
     torch.testing.assert_close(normed, expected(before + residual), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_given_outputs_take_the_same_values(dtype: torch.dtype) -> None:
+    x, residual, weight, gate_up = (torch.randn(*s).to(dtype) for s in ((4, 96), (4, 96), (96,), (64, 96)))
+    bias, nan = torch.randn(64).to(dtype), float("nan")
+    for b in (None, bias):
+        out = torch.full((4, 64), nan, dtype=dtype)
+        assert OPS.linear(x, gate_up, b, out=out) is out
+        assert torch.equal(out, OPS.linear(x, gate_up, b))
+    half = torch.full((4, 32), nan, dtype=dtype)
+    assert OPS.gated_linear(x, gate_up, out=half) is half
+    assert torch.equal(half, OPS.gated_linear(x, gate_up))
+    assert torch.equal(OPS.silu_mul(out, out=half), OPS.silu_mul(out))
+
+    normed = torch.full((4, 96), nan, dtype=dtype)
+    assert OPS.rms_norm(x, weight, 1e-6, out=normed) is normed
+    assert torch.equal(normed, OPS.rms_norm(x, weight, 1e-6))
+    want, total = OPS.rms_norm(x, weight, 1e-6, residual)
+    assert OPS.rms_norm(x, weight, 1e-6, residual, out=normed, total=residual)[1] is residual  # in place
+    assert torch.equal(normed, want) and torch.equal(residual, total)
+
+
+def test_given_outputs_of_another_shape_or_dtype_are_refused() -> None:
+    x, weight = torch.zeros(4, 96), torch.zeros(96)
+    for out in (torch.zeros(3, 96), torch.zeros(4, 96).half(), torch.zeros(96, 4).T):
+        for name in ("out", "total"):
+            with pytest.raises(UnsupportedShapeError, match=rf"{name} is .*contiguous torch.float32 \(4, 96\)"):
+                OPS.rms_norm(x, weight, 1e-6, x, **{name: out})
+        with pytest.raises(UnsupportedShapeError, match="out is"):
+            OPS.linear(x, torch.zeros(96, 96), out=out)
+        with pytest.raises(UnsupportedShapeError, match="out is"):
+            OPS.gated_linear(x, torch.zeros(192, 96), out=out)
+    with pytest.raises(UnsupportedShapeError, match="without a residual"):
+        OPS.rms_norm(x, weight, 1e-6, total=x)  # type: ignore[call-overload]
+
+
 def test_rms_norm_takes_strided_heads() -> None:
     fused = torch.randn(5, 6 * 64)
     heads = fused[:, 64:192].view(5, 2, 64)
@@ -267,6 +303,10 @@ def test_unsupported_arguments_name_value_and_limit() -> None:
     with pytest.raises(UnsupportedShapeError, match="2 rows for 3 sequences"):
         tables = torch.zeros(2, 1, dtype=torch.int32)
         OPS.paged_decode_attention(torch.zeros(3, 2, 64), cache, cache, tables, torch.ones(3, dtype=torch.int32), 1.0)
+
+
+def test_only_cuda_ops_skip_checks() -> None:
+    assert alike(OPS) is OPS
 
 
 def test_get_ops() -> None:

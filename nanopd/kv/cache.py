@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -123,7 +124,12 @@ class KVCache:
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(k_cache, v_cache) of one layer, views ``[num_blocks, block_size, num_kv_heads, head_dim]``."""
-        return self.tensor[index, 0], self.tensor[index, 1]
+        return self._layers[index]
+
+    @cached_property
+    def _layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Made once: every step asks for the views of all layers, and each takes microseconds to make."""
+        return [(layer[0], layer[1]) for layer in self.tensor]
 
     def fingerprint(self) -> LayoutFingerprint:
         num_layers, _, _, block_size, num_kv_heads, head_dim = self.tensor.shape

@@ -17,6 +17,7 @@ from nanopd.model.batch import ForwardBatch
 from nanopd.model.config import ModelConfig
 from nanopd.model.rope import cos_sin_table
 from nanopd.model.weights import LayerWeights, Weights
+from nanopd.ops.alike import alike
 from nanopd.ops.interface import Ops
 
 if TYPE_CHECKING:
@@ -63,72 +64,71 @@ class Transformer:
 
         Returns: logits [R, vocab] in the model's dtype, one row per entry of ``batch.logits_rows``.
         """
-        rms_norm, eps = self.ops.rms_norm, self.config.rms_norm_eps
-        prefill_cu_seqlens = batch.cu_seqlens_q[batch.num_decodes :] - batch.num_decodes
-        residual = embedding(batch.token_ids, self.weights.embedding)
-        x = rms_norm(residual, self.weights.layers[0].input_norm, eps)
+        step = _Step(self, batch)
+        rms_norm, eps = step.ops.rms_norm, self.config.rms_norm_eps
         for i, layer in enumerate(self.weights.layers):
-            if i > 0:
-                # A layer leaves its last addition to the next norm, which reads both terms anyway.
-                x, residual = rms_norm(x, layer.input_norm, eps, residual)
-            x, residual = self._layer(layer, x, residual, batch, prefill_cu_seqlens, *kv_cache.layer(i))
+            if i == 0:
+                rms_norm(step.residual, layer.input_norm, eps, out=step.normed)
+            else:  # a layer leaves its last addition to the next norm, which reads both terms anyway
+                rms_norm(step.x, layer.input_norm, eps, step.residual, out=step.normed, total=step.residual)
+            self._layer(layer, step, *kv_cache.layer(i))
             if after_layer is not None:
                 after_layer(i)
         if batch.logits_rows.shape[0] == 0:  # every chunk ends before its prompt does
-            return x.new_empty(0, self.config.vocab_size)
+            return step.x.new_empty(0, self.config.vocab_size)
         # Only wanted rows go on: a prefill chunk of 2,048 tokens needs one row of logits at most.
-        x, residual = x[batch.logits_rows], residual[batch.logits_rows]
-        x, _ = rms_norm(x, self.weights.final_norm, eps, residual)
+        x, residual = step.x[batch.logits_rows], step.residual[batch.logits_rows]
+        x, _ = self.ops.rms_norm(x, self.weights.final_norm, eps, residual)
         return self.ops.linear(x, self.weights.lm_head)
 
     __call__ = forward
 
-    def _layer(
-        self,
-        w: LayerWeights,
-        x: Tensor,
-        residual: Tensor,
-        batch: ForwardBatch,
-        prefill_cu_seqlens: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """One layer. ``x`` is the normed input, ``residual`` the input itself; what is returned adds up to the output.
+    def _layer(self, w: LayerWeights, step: _Step, k_cache: Tensor, v_cache: Tensor) -> None:
+        """One layer, from ``step.normed`` to ``step.x``, which with ``step.residual`` adds up to the layer's output."""
+        s, ops, eps = step, step.ops, self.config.rms_norm_eps
+        ops.linear(s.normed, w.qkv, w.qkv_bias, out=s.qkv)
+        rotation = (s.batch.positions, self.cos_sin)
+        ops.norm_rope_store(s.q, s.k, s.v, w.q_norm, w.k_norm, eps, *rotation, k_cache, v_cache, s.batch.slot_mapping)
+        # Decodes and prefill chunks read the same cache through different kernels.
+        if s.decodes is not None:
+            q, rest = s.decodes
+            ops.paged_decode_attention(q, k_cache, v_cache, *rest)
+        if s.prefills is not None:
+            q, others = s.prefills
+            ops.paged_prefill_attention(q, k_cache, v_cache, *others)
+        ops.linear(s.attended, w.attn_out, out=s.x)
+        ops.rms_norm(s.x, w.mlp_norm, eps, s.residual, out=s.normed, total=s.residual)
+        ops.gated_linear(s.normed, w.gate_up, out=s.gated)
+        ops.linear(s.gated, w.down, out=s.x)
 
-        All are [T, hidden_size].
-        """
-        ops, config, eps = self.ops, self.config, self.config.rms_norm_eps
-        qkv = ops.linear(x, w.qkv, w.qkv_bias)
-        q, k, v = qkv.split([config.q_size, config.kv_size, config.kv_size], dim=1)
-        q, k, v = (t.unflatten(1, (-1, config.head_dim)) for t in (q, k, v))
-        rotation = (batch.positions, self.cos_sin)
-        q = ops.norm_rope_store(q, k, v, w.q_norm, w.k_norm, eps, *rotation, k_cache, v_cache, batch.slot_mapping)
-        x = ops.linear(self._attention(q, k_cache, v_cache, batch, prefill_cu_seqlens), w.attn_out)
 
-        x, residual = ops.rms_norm(x, w.mlp_norm, eps, residual)
-        x = ops.linear(ops.gated_linear(x, w.gate_up), w.down)
-        return x, residual
+class _Step:
+    """What the layers of one forward pass have in common: its input, and the activations, which each layer overwrites.
 
-    def _attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, prefill_cu_seqlens: Tensor
-    ) -> Tensor:
-        """q [T, Hq, D] -> [T, Hq * D]. Decodes and prefill chunks read the same cache through different kernels."""
-        n, scale = batch.num_decodes, self.config.head_dim**-0.5
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if n > 0:
-            self.ops.paged_decode_attention(
-                q[:n], k_cache, v_cache, batch.block_tables[:n], batch.context_lens[:n], scale, out=out[:n]
-            )
+    To allocate and slice them anew in every layer would cost the host more than launching the kernels that fill them.
+    """
+
+    def __init__(self, model: Transformer, batch: ForwardBatch) -> None:
+        config, num_tokens = model.config, batch.token_ids.shape[0]
+        self.batch = batch
+        self.ops = alike(model.ops)
+        self.residual = embedding(batch.token_ids, model.weights.embedding)  # [T, hidden_size], as the next three
+
+        def empty(width: int) -> Tensor:
+            return torch.empty((num_tokens, width), dtype=model.dtype, device=model.device)
+
+        self.normed, self.x = empty(config.hidden_size), empty(config.hidden_size)
+        self.gated = empty(config.intermediate_size)
+        self.qkv, self.attended = empty(config.q_size + 2 * config.kv_size), empty(config.q_size)
+        parts = self.qkv.split([config.q_size, config.kv_size, config.kv_size], dim=1)
+        self.q, self.k, self.v = (part.unflatten(1, (-1, config.head_dim)) for part in parts)  # [T, heads, D]
+        out = self.attended.view(self.q.shape)
+
+        # For attention: the queries, and the arguments that follow the cache.
+        n, scale = batch.num_decodes, config.head_dim**-0.5
+        tables, lens = batch.block_tables, batch.context_lens
+        self.decodes = (self.q[:n], (tables[:n], lens[:n], scale, out[:n])) if n > 0 else None
+        self.prefills = None
         if n < batch.num_seqs:
-            self.ops.paged_prefill_attention(
-                q[n:],
-                k_cache,
-                v_cache,
-                batch.block_tables[n:],
-                prefill_cu_seqlens,
-                batch.context_lens[n:],
-                batch.max_seqlen_q,
-                scale,
-                out=out[n:],
-            )
-        return out.flatten(1)
+            starts = batch.cu_seqlens_q[n:] - n
+            self.prefills = self.q[n:], (tables[n:], starts, lens[n:], batch.max_seqlen_q, scale, out[n:])

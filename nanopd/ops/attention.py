@@ -17,6 +17,7 @@ from torch import Tensor
 from nanopd.errors import UnsupportedShapeError
 from nanopd.ops import checks
 from nanopd.ops.compiler import Kernel, KernelLibrary
+from nanopd.ops.launch import Launch, no_launch
 
 SCALAR_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 96, 128, 256)
@@ -140,22 +141,36 @@ class PagedAttention:
         Raises:
             UnsupportedShapeError: nothing was launched.
         """
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        tensors = (out, q, k_cache, v_cache, block_tables, context_lens)
+        self.prepare_decode(*tensors, scale, kernel=kernel)(*tensors)
+        return out
+
+    def prepare_decode(
+        self,
+        out: Tensor,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        *,
+        kernel: DecodeKernel = "split",
+    ) -> Launch:
+        """``decode`` without the launch itself, which takes these six tensors, or others that are alike."""
         checks.decode_attention(q, k_cache, v_cache, block_tables, context_lens, out)
-        self._check(q, k_cache, v_cache, scale, (block_tables, context_lens))
-        out = self._output(q, out)
+        self._check(out, q, k_cache, v_cache, scale, (block_tables, context_lens))
         num_seqs, num_heads, head_dim = q.shape
         if num_seqs > _MAX_GRID_YZ:
             raise UnsupportedShapeError(f"{num_seqs} sequences in one decode batch; the grid takes {_MAX_GRID_YZ}")
         if out.numel() == 0:
-            return out
+            return no_launch
         if kernel == "split":
-            self._decode_split(out, q, k_cache, v_cache, block_tables, context_lens, scale)
-            return out
-        launch = self._kernel(f"decode_{kernel}", q.dtype, k_cache)
+            return self._decode_split(q, k_cache, block_tables, scale)
         threads = head_dim if kernel == "naive" else _WARP_KERNEL_THREADS
-        tensors = (out, q, k_cache, v_cache, block_tables, context_lens)
-        launch((num_heads, num_seqs), threads, *tensors, scale, q.stride(0), block_tables.shape[1], k_cache.shape[2])
-        return out
+        sizes = (q.stride(0), block_tables.shape[1], k_cache.shape[2])
+        return self._kernel(f"decode_{kernel}", q.dtype, k_cache).prepare((num_heads, num_seqs), threads, scale, *sizes)
 
     def prefill(
         self,
@@ -187,21 +202,38 @@ class PagedAttention:
         Raises:
             UnsupportedShapeError: nothing was launched.
         """
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        tensors = (out, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens)
+        self.prepare_prefill(*tensors, max_seqlen_q, scale, kernel=kernel)(*tensors)
+        return out
+
+    def prepare_prefill(
+        self,
+        out: Tensor,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        cu_seqlens_q: Tensor,
+        context_lens: Tensor,
+        max_seqlen_q: int,
+        scale: float,
+        *,
+        kernel: PrefillKernel | None = None,
+    ) -> Launch:
+        """``prefill`` without the launch itself, which takes these seven tensors, or others that are alike."""
         checks.prefill_attention(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, out)
-        self._check(q, k_cache, v_cache, scale, (block_tables, cu_seqlens_q, context_lens))
-        out = self._output(q, out)
+        self._check(out, q, k_cache, v_cache, scale, (block_tables, cu_seqlens_q, context_lens))
         num_tokens, num_heads, head_dim = q.shape
         num_seqs, max_blocks = block_tables.shape
         if max(num_seqs, num_heads) > _MAX_GRID_YZ:
             raise UnsupportedShapeError(f"{num_seqs} sequences, {num_heads} heads; the grid takes {_MAX_GRID_YZ}")
         if out.numel() == 0 or num_seqs == 0 or max_seqlen_q < 1:
-            return out
-        tensors = (out, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens)
+            return no_launch
         if kernel == "naive":
-            launch = self._kernel("prefill_naive", q.dtype, k_cache)
             sizes = (q.stride(0), max_blocks, num_seqs, k_cache.shape[2])
-            launch((num_tokens, num_heads), head_dim, *tensors, scale, *sizes)
-            return out
+            naive = self._kernel("prefill_naive", q.dtype, k_cache)
+            return naive.prepare((num_tokens, num_heads), head_dim, scale, *sizes)
         tiling = self._tiling(head_dim, num_heads * num_seqs, max_seqlen_q)
         if kernel is None:  # measured: wgmma wins by a quarter unless there is work for tiles of 256 queries
             suits = tiling.queries < 2 * _WGMMA_TILE and max_seqlen_q > _WGMMA_TILE // 2
@@ -211,32 +243,22 @@ class PagedAttention:
                 limits = f"{WGMMA_ARCH} and head dimensions {WGMMA_HEAD_DIMS}"
                 raise UnsupportedShapeError(f"wgmma: {limits}; this is {self._library.arch} and {head_dim}")
             threads, tile_q, shared = _WGMMA_THREADS, _WGMMA_TILE, 5 * _WGMMA_TILE * head_dim * 2 + 1024
-            launch = self._kernel("prefill_wgmma", q.dtype, k_cache, arch=WGMMA_ARCH)
+            chosen = self._kernel("prefill_wgmma", q.dtype, k_cache, arch=WGMMA_ARCH)
         else:
             threads, (tile_q, shared) = tiling.WARPS * 32, tiled_shape(head_dim, *tiling)
-            launch = self._kernel("prefill_tiled", q.dtype, k_cache, tiling)
+            chosen = self._kernel("prefill_tiled", q.dtype, k_cache, tiling)
         grid = (num_heads, num_seqs, min(_ceil_div(max_seqlen_q, tile_q), _ceil_div(num_tokens, tile_q)))
         if grid[2] > _MAX_GRID_YZ:
             raise UnsupportedShapeError(
                 f"a chunk of {max_seqlen_q} tokens; at most {_MAX_GRID_YZ * tile_q} are possible"
             )
-        launch(grid, threads, *tensors, scale, q.stride(0), max_blocks, k_cache.shape[2], shared=shared)
-        return out
+        return chosen.prepare(grid, threads, scale, q.stride(0), max_blocks, k_cache.shape[2], shared=shared)
 
     def has_wgmma(self, head_dim: int) -> bool:
         """Whether ``kernel="wgmma"`` can be asked for."""
         return f"{self._library.arch}a" == WGMMA_ARCH and head_dim in WGMMA_HEAD_DIMS
 
-    def _decode_split(
-        self,
-        out: Tensor,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        scale: float,
-    ) -> None:
+    def _decode_split(self, q: Tensor, k_cache: Tensor, block_tables: Tensor, scale: float) -> Launch:
         num_seqs, num_heads, head_dim = q.shape
         num_kv_heads, max_blocks = k_cache.shape[2], block_tables.shape[1]
         split = self._kernel("decode_split", q.dtype, k_cache)
@@ -249,24 +271,20 @@ class PagedAttention:
         room = self.num_sms * self._blocks_per_sm(split, warps * 32, shared)
         parts = max(1, min(room, _ceil_div(most_work, _MIN_UNITS)))
 
-        # Up to two unfinished pieces per part: 16 heads of D sums and one logarithm each, in float32. Freed on return,
-        # which is safe: torch hands the memory only to work that comes later on this stream.
+        # Up to two unfinished pieces per part: 16 heads of D sums and one logarithm each, in float32. It lives as long
+        # as the launch, whose repetitions, one behind the other on its stream, share it. Then torch hands the memory
+        # only to work that comes later on that stream.
         pieces = 2 * parts * _MAX_GROUP
         workspace = torch.empty(pieces * (head_dim + 1), dtype=torch.float32, device=self._device)
-        partial_lse = workspace.data_ptr() + pieces * head_dim * 4
-        tensors = (
-            out,
-            workspace,
-            partial_lse,
-            self._arrival_counters(),
-            q,
-            k_cache,
-            v_cache,
-            block_tables,
-            context_lens,
-        )
+        partial_lse = workspace[pieces * head_dim :]
+        counters = self._arrival_counters()
         sizes = (q.stride(0), max_blocks, num_seqs, num_heads, num_kv_heads)
-        split(parts, warps * 32, *tensors, scale, *sizes, shared=shared)
+        prepared = split.prepare(parts, warps * 32, scale, *sizes, shared=shared)
+
+        def launch(out: Tensor, *inputs: Tensor) -> None:
+            prepared(out, workspace, partial_lse, counters, *inputs)
+
+        return launch
 
     def _arrival_counters(self) -> Tensor:
         """Zeros that every launch leaves as zeros. Launches that may overlap, those of two streams, need their own."""
@@ -310,14 +328,9 @@ class PagedAttention:
                 return tiling
         return tilings(head_dim)[0]
 
-    def _output(self, q: Tensor, out: Tensor | None) -> Tensor:
-        if out is None:
-            return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if out.device != self._device or out.data_ptr() % 16:
-            raise UnsupportedShapeError(f"out must lie on {self._device}, at a 16-byte boundary; it is on {out.device}")
-        return out
-
-    def _check(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, indices: tuple[Tensor, ...]) -> None:
+    def _check(
+        self, out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, indices: tuple[Tensor, ...]
+    ) -> None:
         """What these kernels ask for beyond ``nanopd.ops.checks``."""
         if q.dtype not in SCALAR_NAMES:
             raise UnsupportedShapeError(f"dtype {q.dtype}; the kernels take {' and '.join(SCALAR_NAMES.values())}")
@@ -325,12 +338,13 @@ class PagedAttention:
             raise UnsupportedShapeError(f"head dimension {q.shape[2]}; the kernels are written for {HEAD_DIMS}")
         if not 0 < scale < math.inf:
             raise UnsupportedShapeError(f"scale {scale}; it must be positive and finite")
-        for tensor in (q, k_cache, v_cache, *indices):
+        for tensor in (out, q, k_cache, v_cache, *indices):
             if tensor.device != self._device:
                 raise UnsupportedShapeError(f"a tensor lies on {tensor.device}, the kernels run on {self._device}")
-        if q.stride(0) % 8 or (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) % 16:
+        addresses = out.data_ptr() | q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()
+        if q.stride(0) % 8 or addresses % 16:
             raise UnsupportedShapeError(
-                f"rows of q (stride {q.stride(0)} elements) and caches must start at 16-byte boundaries"
+                f"rows of q (stride {q.stride(0)} elements), caches and out must start at 16-byte boundaries"
             )
 
 

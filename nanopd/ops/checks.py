@@ -78,8 +78,7 @@ def _attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor
     if block_tables.dtype is not torch.int32 or block_tables.dim() != 2 or not block_tables.is_contiguous():
         shape = tuple(block_tables.shape)
         raise fail(f"block_tables is {block_tables.dtype} {shape}; contiguous int32 [sequences, max_blocks] is needed")
-    if out is not None and (out.shape != q.shape or out.dtype is not q.dtype or not out.is_contiguous()):
-        raise fail(f"out is {out.dtype} {tuple(out.shape)}; contiguous {q.dtype} {tuple(q.shape)} is needed")
+    output(out, q.shape, q.dtype)
 
 
 def decode_attention(
@@ -145,7 +144,18 @@ def move_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor | None) -> 
         raise fail(f"staging is {staging.dtype} {tuple(staging.shape)}; contiguous {kv_cache.dtype} {shape} is needed")
 
 
-def rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
+def output(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, name: str = "out") -> None:
+    if out is not None and (out.shape != shape or out.dtype is not dtype or not out.is_contiguous()):
+        raise fail(f"{name} is {out.dtype} {tuple(out.shape)}; contiguous {dtype} {tuple(shape)} is needed")
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    total: Tensor | None = None,
+) -> None:
     if x.dim() < 1 or weight.shape != x.shape[-1:] or x.stride(-1) != 1:
         raise fail(
             f"x {tuple(x.shape)} with strides {x.stride()} and weight {tuple(weight.shape)}: "
@@ -156,6 +166,15 @@ def rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
         same_dtype("residual", residual, x.dtype)
         if residual.shape != x.shape:
             raise fail(f"residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}")
+    elif total is not None:
+        raise fail("total is given without a residual")
+    output(out, x.shape, x.dtype)
+    output(total, x.shape, x.dtype, "total")
+
+
+def linear(x: Tensor, weight: Tensor, out: Tensor | None) -> None:
+    if out is not None:
+        output(out, (x.shape[0], weight.shape[0]), x.dtype)
 
 
 def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
@@ -193,6 +212,7 @@ def norm_rope_store(
             raise fail(f"{name} is {weight.dtype} {shape}; {q.dtype} [{q.shape[2]}] is needed")
 
 
-def silu_mul(gate_up: Tensor) -> None:
+def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> None:
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not gate_up.is_contiguous():
         raise fail(f"gate_up has shape {tuple(gate_up.shape)}; contiguous [tokens, 2 * F] is needed")
+    output(out, (gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)

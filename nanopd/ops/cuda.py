@@ -12,7 +12,8 @@ from torch.nn.functional import linear as torch_linear
 from nanopd.errors import UnsupportedShapeError
 from nanopd.ops import checks
 from nanopd.ops.compiler import KernelLibrary
-from nanopd.ops.launch import Kernel
+from nanopd.ops.launch import Kernel, Launch, no_launch
+from nanopd.ops.linear import linear_into
 
 if TYPE_CHECKING:
     from nanopd.ops.attention import PagedAttention
@@ -143,41 +144,67 @@ class CudaOps:
     # --- between the matrix products ---------------------------------------------------------------------------
 
     @overload
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: None = None) -> Tensor: ...
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: None = None, *, out: Tensor | None = None
+    ) -> Tensor: ...
 
     @overload
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        residual: Tensor,
+        *,
+        out: Tensor | None = None,
+        total: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        residual: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+        total: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        checks.rms_norm(x, weight, residual)
+        if out is None:
+            out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if total is None and residual is not None:
+            total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        self.prepare_rms_norm(x, weight, eps, residual, out, total)(x, weight, residual, out, total)
+        return out if total is None else (out, total)
+
+    def prepare_rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor, total: Tensor | None
+    ) -> Launch:
+        """To be launched with (x, weight, residual, out, total)."""
+        checks.rms_norm(x, weight, residual, out, total)
         scalar = self._check_scalar(x)
         row = x.shape[-1]
         heads, stride = _rows_of(x)
-        _check_vectors("x", x.data_ptr() | weight.data_ptr(), row, stride)
-        normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        total = None
-        if residual is not None:
+        self._check_device(weight, out, residual, total)
+        _check_vectors("x", x.data_ptr() | weight.data_ptr() | out.data_ptr(), row, stride)
+        if residual is not None and total is not None:
             if not residual.is_contiguous():
                 raise UnsupportedShapeError(f"residual has strides {residual.stride()}; it must be contiguous")
-            _check_vectors("residual", residual.data_ptr(), row)
-            total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            _check_vectors("residual", residual.data_ptr() | total.data_ptr(), row)
+        threads, group = _norm_threads(row)
         rows = x.numel() // row
-        if rows:
-            threads, group = _norm_threads(row)
-            kernel = self._kernel(
-                "rms_norm.cu",
-                "rms_norm",
-                SCALAR=scalar,
-                ROW=row,
-                RESIDUAL=int(total is not None),
-                THREADS=threads,
-                GROUP=group,
-            )
-            grid = -(-rows * group // threads)
-            kernel(grid, threads, x, weight, residual, normed, total, rows, heads, stride, float(eps), overlap=True)
-        return normed if total is None else (normed, total)
+        if rows == 0:
+            return no_launch
+        kernel = self._kernel(
+            "rms_norm.cu",
+            "rms_norm",
+            SCALAR=scalar,
+            ROW=row,
+            RESIDUAL=int(residual is not None),
+            THREADS=threads,
+            GROUP=group,
+        )
+        return kernel.prepare(-(-rows * group // threads), threads, rows, heads, stride, float(eps), overlap=True)
 
     def rope(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         checks.rope(q, k, positions, cos_sin)
@@ -210,38 +237,55 @@ class CudaOps:
         v_cache: Tensor,
         slot_mapping: Tensor,
     ) -> Tensor:
-        checks.norm_rope_store(q, k, v, q_norm, k_norm, positions, cos_sin, k_cache, v_cache, slot_mapping)
+        tensors = (q, k, v, q_norm, k_norm, positions, cos_sin, k_cache, v_cache, slot_mapping)
+        self.prepare_norm_rope_store(eps, *tensors)(*tensors)
+        return q
+
+    def prepare_norm_rope_store(
+        self,
+        eps: float,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        positions: Tensor,
+        cos_sin: Tensor,
+        *cache: Tensor,
+    ) -> Launch:
+        """To be launched with (q, k, v, q_norm, k_norm, positions, cos_sin, k_cache, v_cache, slot_mapping)."""
+        checks.norm_rope_store(q, k, v, q_norm, k_norm, positions, cos_sin, *cache)
         num_tokens, q_heads, head_dim = q.shape
         if num_tokens == 0:
-            return q
+            return no_launch
         if cos_sin.dtype is not torch.float32:
             raise UnsupportedShapeError(f"cos_sin is {cos_sin.dtype}; torch.float32 is needed")
         if head_dim % (2 * _VEC):
             raise UnsupportedShapeError(f"head dimension {head_dim} is not a multiple of {2 * _VEC}")
         kv_heads, strides = k.shape[1], (q.stride(0), k.stride(0), v.stride(0))
         scalar = self._check_scalar(q)
+        self._check_device(k, v, q_norm, k_norm, positions, cos_sin, *cache)
         _check_vectors("q, k and v", q.data_ptr() | k.data_ptr() | v.data_ptr(), head_dim, *strides)
         group, norm = _head_group(head_dim), int(q_norm is not None)
         kernel = self._kernel(
             "norm_rope_store.cu", "norm_rope_store", SCALAR=scalar, HEAD_DIM=head_dim, GROUP=group, NORM=norm
         )
         grid = -(-num_tokens * (q_heads + 2 * kv_heads) * group // 128)
-        tensors = (q, k, v, q_norm, k_norm, positions, cos_sin, k_cache, v_cache, slot_mapping)
-        kernel(grid, 128, *tensors, num_tokens, q_heads, kv_heads, *strides, float(eps), overlap=True)
-        return q
+        return kernel.prepare(grid, 128, num_tokens, q_heads, kv_heads, *strides, float(eps), overlap=True)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """A matrix product is cuBLAS's business; one token's is a stream through the weights, and gemv.cu's."""
+        checks.linear(x, weight, out)
         if x.shape[0] == 1 and _fits_gemv(x, weight):
-            return self._gemv(x, weight, bias, gated=False)
-        return torch_linear(x, weight, bias)
+            return self._gemv(x, weight, bias, out, gated=False)
+        return torch_linear(x, weight, bias) if out is None else linear_into(out, x, weight, bias)
 
-    def gated_linear(self, x: Tensor, gate_up: Tensor) -> Tensor:
+    def gated_linear(self, x: Tensor, gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
         if x.shape[0] == 1 and _fits_gemv(x, gate_up):
-            return self._gemv(x, gate_up, None, gated=True)
-        return self.silu_mul(torch_linear(x, gate_up))
+            return self._gemv(x, gate_up, None, out, gated=True)
+        return self.silu_mul(torch_linear(x, gate_up), out=out)
 
-    def _gemv(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> Tensor:
+    def _gemv(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, *, gated: bool) -> Tensor:
         num_rows, width = weight.shape
         kernel = self._kernel(
             "gemv.cu",
@@ -253,23 +297,34 @@ class CudaOps:
             BIAS=int(bias is not None),
             GATED=int(gated),
         )
-        y = torch.empty((1, num_rows // 2 if gated else num_rows), dtype=x.dtype, device=x.device)
+        shape = (1, num_rows // 2 if gated else num_rows)
+        if out is None:
+            out = torch.empty(shape, dtype=x.dtype, device=x.device)
+        checks.output(out, shape, x.dtype)
         grid = -(-num_rows // (_GEMV_ROWS * 128 // 32))
-        kernel(grid, 128, weight, x, bias, y, num_rows, overlap=True)
-        return y
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        checks.silu_mul(gate_up)
-        num_tokens, width = gate_up.shape
-        half = width // 2
-        scalar = self._check_scalar(gate_up)
-        _check_vectors("gate_up", gate_up.data_ptr(), half)
-        out = torch.empty((num_tokens, half), dtype=gate_up.dtype, device=gate_up.device)
-        if num_tokens:
-            vecs = num_tokens * half // _VEC
-            kernel = self._kernel("silu_mul.cu", "silu_mul", SCALAR=scalar, OUT_VECS=half // _VEC)
-            kernel(-(-vecs // 256), 256, gate_up, out, vecs, overlap=True)
+        kernel(grid, 128, weight, x, bias, out, num_rows, overlap=True)
         return out
+
+    def silu_mul(self, gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
+        checks.silu_mul(gate_up)
+        if out is None:
+            shape = (gate_up.shape[0], gate_up.shape[1] // 2)
+            out = torch.empty(shape, dtype=gate_up.dtype, device=gate_up.device)
+        self.prepare_silu_mul(gate_up, out)(gate_up, out)
+        return out
+
+    def prepare_silu_mul(self, gate_up: Tensor, out: Tensor) -> Launch:
+        """To be launched with (gate_up, out)."""
+        checks.silu_mul(gate_up, out)
+        num_tokens, half = out.shape
+        scalar = self._check_scalar(gate_up)
+        self._check_device(out)
+        _check_vectors("gate_up", gate_up.data_ptr() | out.data_ptr(), half)
+        if num_tokens == 0:
+            return no_launch
+        vecs = num_tokens * half // _VEC
+        kernel = self._kernel("silu_mul.cu", "silu_mul", SCALAR=scalar, OUT_VECS=half // _VEC)
+        return kernel.prepare(-(-vecs // 256), 256, vecs, overlap=True)
 
     # --- shared ------------------------------------------------------------------------------------------------
 
@@ -287,6 +342,11 @@ class CudaOps:
         if x.get_device() != self.device.index:
             raise UnsupportedShapeError(f"a tensor lies on {x.device}; these kernels run on {self.device}")
         return scalar
+
+    def _check_device(self, *tensors: Tensor | None) -> None:
+        for x in tensors:
+            if x is not None and x.get_device() != self.device.index:
+                raise UnsupportedShapeError(f"a tensor lies on {x.device}; these kernels run on {self.device}")
 
 
 def _check_vectors(name: str, addresses: int, *elements: int) -> None:

@@ -126,13 +126,31 @@ class Ops(Protocol):
         ...
 
     @overload
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: None = None) -> Tensor: ...
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: None = None, *, out: Tensor | None = None
+    ) -> Tensor: ...
 
     @overload
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        residual: Tensor,
+        *,
+        out: Tensor | None = None,
+        total: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        residual: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+        total: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """``h / sqrt(mean(h²) + eps) * weight`` over the last dimension (Zhang & Sennrich 2019).
 
@@ -143,6 +161,8 @@ class Ops(Protocol):
             x: [..., D]. The last dimension is contiguous; with [T, H, D] the token rows may be strided.
             weight: [D].
             residual: like x, contiguous.
+            out: like x, contiguous, takes the normed values if given.
+            total: like x, contiguous, takes h if given; may be ``residual`` itself.
         """
         ...
 
@@ -175,22 +195,25 @@ class Ops(Protocol):
         """All that lies between the qkv projection and attention: ``rms_norm`` of each head, ``rope``, ``store_kv``.
 
         Args:
-            q: [T, Hq, D], k, v: [T, Hkv, D], token rows may be strided. q and k may be overwritten.
+            q: [T, Hq, D], k, v: [T, Hkv, D], token rows may be strided. q is overwritten, k may be.
             q_norm, k_norm: [D] weights of the norms, or None for both: no norm.
             positions, cos_sin: as for ``rope``. k_cache, v_cache, slot_mapping: as for ``store_kv``.
 
-        Returns: the queries, normed and rotated, [T, Hq, D]; it may be ``q``.
+        Returns: ``q``, normed and rotated.
         """
         ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x @ weight.T + bias. x [T, K], weight [N, K], bias [N]. Returns [T, N]."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+        """x @ weight.T + bias. x [T, K], weight [N, K], bias [N]. Returns [T, N], ``out`` if given."""
         ...
 
-    def gated_linear(self, x: Tensor, gate_up: Tensor) -> Tensor:
-        """``silu_mul(linear(x, gate_up))``. x [T, K], gate_up [2F, K]. Returns [T, F]."""
+    def gated_linear(self, x: Tensor, gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """``silu_mul(linear(x, gate_up))``. x [T, K], gate_up [2F, K]. Returns [T, F], ``out`` if given."""
         ...
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """``silu(gate) * up`` of a fused [T, 2F] projection: gate in [:, :F], up in [:, F:]. Returns [T, F]."""
+    def silu_mul(self, gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """``silu(gate) * up`` of a fused [T, 2F] projection: gate in [:, :F], up in [:, F:].
+
+        Returns: [T, F], ``out`` if given.
+        """
         ...

@@ -1,23 +1,33 @@
 """Launching a compiled kernel on torch's stream, with as little Python as possible.
 
-A decode step launches about ten kernels per layer, so overhead counts until a CUDA graph removes it. Three things keep
-it low: launch configurations and stream objects are built once and kept (wrapping a stream anew costs 7 µs a launch),
-tensors are passed as plain addresses, and integers are passed as they are (below).
+A step launches about ten kernels per layer, so overhead counts wherever no CUDA graph removes it. Four things keep it
+low: launch configurations and stream objects are built once and kept (wrapping a stream anew costs 7 µs a launch),
+tensors are passed as plain addresses, integers are passed as they are (below), and a launch that will be repeated on
+other tensors is prepared once (``Kernel.prepare``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nanopd.errors import CudaUnavailableError, KernelLaunchError, UnsupportedShapeError
 
 Dim = int | tuple[int, ...]
 
+# A launch on the tensors that are passed; None is a null pointer. Nothing about them is checked.
+Launch = Callable[..., None]
+
 # What a kernel gets without further attributes, static shared memory included. More must be requested per kernel.
 _DEFAULT_SHARED_BYTES = 48 * 1024
+
+
+def no_launch(*tensors: Tensor | None) -> None:
+    """The launch of a kernel that has nothing to do."""
 
 
 def ensure_context(index: int) -> None:
@@ -104,38 +114,57 @@ class Kernel:
             KernelLaunchError: the driver refused the launch, or a dimension is out of range.
             UnsupportedShapeError: a tensor that is not on a CUDA device, whose address would crash the kernel.
         """
-        config = self._configs.get((grid, block, shared, overlap))
-        if config is None:
-            config = self._new_config(grid, block, shared, overlap)
+        config = self._config(grid, block, shared, overlap)
         values = [self._convert(arg) for arg in args]
         if stream is None:
             raw = self._raw_stream(self._index)
         else:
             raw = stream.cuda_stream if isinstance(stream, torch.cuda.Stream) else int(stream.handle)
-        wrapped = self._streams.get(raw)
-        if wrapped is None:
-            wrapped = self._new_stream(raw)
+        self._enqueue(self._stream(raw), config, values)
+
+    def prepare(self, grid: Dim, block: Dim, *scalars: Any, shared: int = 0, overlap: bool = False) -> Launch:
+        """Fix everything but the tensors, which are the kernel's first parameters; ``scalars`` are the others.
+
+        Returns: a launch on the stream that is current now. It costs little more than the driver's part. It does not
+            look at the tensors: that they are of this device and of the sizes that ``scalars`` say is up to the caller.
+
+        Raises:
+            KernelLaunchError: a dimension is out of range. The launch itself raises it if the driver refuses.
+        """
+        config, stream = self._config(grid, block, shared, overlap), self._stream(self._raw_stream(self._index))
+        enqueue, constants = self._enqueue, [self._convert(scalar) for scalar in scalars]
+
+        def launch(*tensors: Tensor | None) -> None:
+            enqueue(stream, config, [0 if x is None else x.data_ptr() for x in tensors] + constants)
+
+        return launch
+
+    def _enqueue(self, stream: Any, config: Any, values: list[Any]) -> None:
         try:
             if self._current_device() == self._index:
-                self._launch(wrapped, config, self._kernel, *values)
+                self._launch(stream, config, self._kernel, *values)
             else:
                 with torch.cuda.device(self._index):
-                    self._launch(wrapped, config, self._kernel, *values)
+                    self._launch(stream, config, self._kernel, *values)
         except Exception as error:
             if "INVALID_CONTEXT" in str(error):  # this thread has touched no GPU yet, so it has no context
-                self._launch_in_new_thread(wrapped, config, values)
+                self._launch_in_new_thread(stream, config, values)
                 return
-            raise self._launch_error(grid, block, shared, error) from error
+            raise KernelLaunchError(f"launch of {self.name} with {config}: {error}") from error
 
     @staticmethod
     def _convert(arg: Any) -> Any:
-        if isinstance(arg, torch.Tensor):
+        if isinstance(arg, Tensor):
             if not arg.is_cuda:
                 raise UnsupportedShapeError(f"a kernel argument lies on {arg.device}; a CUDA tensor is needed")
             return arg.data_ptr()
         if type(arg) is float:
             return np.float32(arg)
         return 0 if arg is None else arg
+
+    def _config(self, grid: Dim, block: Dim, shared: int, overlap: bool) -> Any:
+        config = self._configs.get((grid, block, shared, overlap))
+        return self._new_config(grid, block, shared, overlap) if config is None else config
 
     def _new_config(self, grid: Dim, block: Dim, shared: int, overlap: bool) -> Any:
         grid_dims = (grid,) if isinstance(grid, int) else tuple(grid)
@@ -171,6 +200,10 @@ class Kernel:
             reason = f"{shared} bytes of dynamic shared memory refused ({status.name}); a block may have {limit} in all"
             raise self._launch_error(grid, block, shared, reason)
         self._shared_limit = shared
+
+    def _stream(self, raw: int) -> Any:
+        wrapped = self._streams.get(raw)
+        return self._new_stream(raw) if wrapped is None else wrapped
 
     def _new_stream(self, raw: int) -> Any:
         from cuda.core import LEGACY_DEFAULT_STREAM

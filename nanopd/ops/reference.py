@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanopd.ops import checks
+from nanopd.ops.linear import linear_into
 
 # Queries per SDPA call in a prefill with a cached prefix. Bounds the mask to _QUERY_TILE x context values.
 _QUERY_TILE = 512
@@ -109,20 +110,39 @@ class ReferenceOps:
         kv_cache.index_copy_(2, block_ids, staging)
 
     @overload
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: None = None) -> Tensor: ...
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: None = None, *, out: Tensor | None = None
+    ) -> Tensor: ...
 
     @overload
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        residual: Tensor,
+        *,
+        out: Tensor | None = None,
+        total: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        residual: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+        total: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        checks.rms_norm(x, weight, residual)
-        total = x if residual is None else x + residual
-        wide = total if total.dtype == torch.float64 else total.float()
+        checks.rms_norm(x, weight, residual, out, total)
+        summed = x if residual is None else torch.add(x, residual, out=total)
+        wide = summed if summed.dtype == torch.float64 else summed.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
         normed = (wide * scale).mul_(weight).to(x.dtype)
-        return normed if residual is None else (normed, total)
+        normed = normed if out is None else out.copy_(normed)
+        return normed if residual is None else (normed, summed)
 
     def rope(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         checks.rope(q, k, positions, cos_sin)
@@ -148,23 +168,26 @@ class ReferenceOps:
         slot_mapping: Tensor,
     ) -> Tensor:
         if q_norm is not None and k_norm is not None:
-            q, k = self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)
+            q.copy_(self.rms_norm(q, q_norm, eps))
+            k = self.rms_norm(k, k_norm, eps)
         self.rope(q, k, positions, cos_sin)
         self.store_kv(k, v, k_cache, v_cache, slot_mapping)
         return q
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, weight, bias)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+        checks.linear(x, weight, out)
+        return F.linear(x, weight, bias) if out is None else linear_into(out, x, weight, bias)
 
-    def gated_linear(self, x: Tensor, gate_up: Tensor) -> Tensor:
-        return self.silu_mul(F.linear(x, gate_up))
+    def gated_linear(self, x: Tensor, gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return self.silu_mul(F.linear(x, gate_up), out=out)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        checks.silu_mul(gate_up)
+    def silu_mul(self, gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
+        checks.silu_mul(gate_up, out)
         gate, up = gate_up.chunk(2, dim=-1)
         if gate_up.dtype in (torch.float32, torch.float64):
-            return F.silu(gate).mul_(up)
-        return F.silu(gate.float()).mul_(up).to(gate_up.dtype)
+            return torch.mul(F.silu(gate), up, out=out)
+        product = F.silu(gate.float()).mul_(up)
+        return product.to(gate_up.dtype) if out is None else out.copy_(product)
 
 
 def _slots_of(block_tables: Tensor, length: int, block_size: int) -> Tensor:

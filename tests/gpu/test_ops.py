@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanopd.errors import UnsupportedShapeError
 from nanopd.ops import get_ops
+from nanopd.ops.alike import AlikeOps, alike
 from nanopd.ops.cuda import CudaOps
 from nanopd.ops.reference import ReferenceOps
 
@@ -293,6 +294,87 @@ def test_silu_mul_saturates(ops: CudaOps) -> None:
     x = torch.tensor([[-200.0] * 8 + [1.0] * 8, [200.0] * 8 + [1.0] * 8], dtype=torch.bfloat16, device="cuda")
     assert torch.equal(ops.silu_mul(x)[0], torch.zeros_like(x[0, :8]))
     assert torch.equal(ops.silu_mul(x)[1], x[1, :8])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 5, 300])
+def test_given_outputs_take_the_same_values(ops: CudaOps, dtype: torch.dtype, tokens: int) -> None:
+    x, residual, weight = randn(tokens, 576, dtype=dtype), randn(tokens, 576, dtype=dtype), randn(576, dtype=dtype)
+    matrix, bias = randn(1536, 576, dtype=dtype), randn(1536, dtype=dtype)
+    for b in (None, bias):
+        out = torch.full((tokens, 1536), NAN, dtype=dtype, device="cuda")
+        assert ops.linear(x, matrix, b, out=out) is out
+        assert torch.equal(out, ops.linear(x, matrix, b))
+    half = torch.full((tokens, 768), NAN, dtype=dtype, device="cuda")
+    assert ops.gated_linear(x, matrix, out=half) is half
+    assert torch.equal(half, ops.gated_linear(x, matrix))
+
+    normed = torch.full((tokens, 576), NAN, dtype=dtype, device="cuda")
+    assert torch.equal(ops.rms_norm(x, weight, 1e-6, out=normed), ops.rms_norm(x, weight, 1e-6))
+    want, total = ops.rms_norm(x, weight, 1e-6, residual)
+    assert ops.rms_norm(x, weight, 1e-6, residual, out=normed, total=residual) == (normed, residual)  # in place
+    assert torch.equal(normed, want) and torch.equal(residual, total)
+
+
+class Layer:
+    """All ops of one layer, each called once on its own random weights and cache, in the way of the transformer."""
+
+    def __init__(self, tokens: int, decodes: int) -> None:
+        hq, hkv, d, width = 4, 2, 64, 256
+        bf16, chunk = torch.bfloat16, tokens - decodes
+        self.qkv, self.x, self.residual = (randn(tokens, n, dtype=bf16) for n in ((hq + 2 * hkv) * d, width, width))
+        self.cache = randn(1, 2, 16, 16, hkv, d, dtype=bf16)[0]
+        self.norms, self.matrix = (randn(d, dtype=bf16), randn(d, dtype=bf16)), randn(2 * width, width, dtype=bf16)
+        self.weight = randn(width, dtype=bf16)
+        self.parts = [p.unflatten(1, (-1, d)) for p in self.qkv.split([hq * d, hkv * d, hkv * d], dim=1)]
+        self.place = torch.randperm(16 * 16, device="cuda")[:tokens], torch.arange(tokens, device="cuda")
+        self.cos_sin = torch.rand(512, d, device="cuda")
+        self.tables = torch.randint(16, (decodes + 1, 4), dtype=torch.int32, device="cuda")
+        self.lens = torch.tensor([7] * decodes + [chunk + 3], dtype=torch.int32, device="cuda")
+        self.starts = torch.tensor([0, chunk], dtype=torch.int32, device="cuda")
+        self.n, self.chunk, self.attended = decodes, chunk, torch.full((tokens, hq, d), NAN, dtype=bf16, device="cuda")
+
+    def run(self, ops: CudaOps) -> list[Tensor]:
+        q, k, v = self.parts
+        n, (slots, positions) = self.n, self.place
+        normed, gated, y = (torch.full_like(self.x, NAN) for _ in range(3))
+        first = ops.rms_norm(self.x, self.weight, 1e-6, out=torch.empty_like(self.x)).clone()
+        ops.norm_rope_store(q, k, v, *self.norms, 1e-6, positions, self.cos_sin, *self.cache, slots)
+        if n > 0:
+            ops.paged_decode_attention(q[:n], *self.cache, self.tables[:n], self.lens[:n], 0.125, self.attended[:n])
+        where = (self.tables[n:], self.starts, self.lens[n:], self.chunk, 0.125)
+        ops.paged_prefill_attention(q[n:], *self.cache, *where, self.attended[n:])
+        ops.rms_norm(self.x, self.weight, 1e-6, self.residual, out=normed, total=self.residual)
+        ops.gated_linear(normed, self.matrix, out=gated)
+        ops.linear(gated, self.matrix[: gated.shape[1]], out=y)
+        return [first, self.qkv, self.cache, self.attended, self.residual, normed, gated, y]
+
+
+@pytest.mark.parametrize(("tokens", "decodes"), [(1, 0), (40, 0), (57, 7)])
+def test_alike_layers_are_checked_once_and_computed_each(ops: CudaOps, tokens: int, decodes: int) -> None:
+    layers = [Layer(tokens, decodes) for _ in range(4)]
+    before = [[x.clone() for x in (layer.qkv, layer.cache, layer.residual)] for layer in layers]
+    want = [[x.clone() for x in layer.run(ops)] for layer in layers]
+    for layer, old in zip(layers, before):
+        for x, was in zip((layer.qkv, layer.cache, layer.residual), old):
+            x.copy_(was)
+        layer.attended.fill_(NAN)
+    same = alike(ops)
+    assert isinstance(same, AlikeOps)
+    for layer, expected in zip(layers, want):
+        for got, exact in zip(layer.run(same), expected):
+            assert torch.equal(got, exact)
+
+
+def test_the_first_of_alike_calls_is_checked(ops: CudaOps) -> None:
+    x = randn(3, 64, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedShapeError, match="out is"):
+        alike(ops).silu_mul(x, out=x)
+    with pytest.raises(UnsupportedShapeError, match="cpu"):
+        alike(ops).rms_norm(x, torch.ones(64).bfloat16(), 1e-6, out=torch.empty_like(x))
+    with pytest.raises(UnsupportedShapeError, match="16 bytes"):
+        odd = torch.zeros(3 * 64 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(3, 64)
+        alike(ops).rms_norm(x, x[0], 1e-6, out=odd)
 
 
 # --- the whole set -------------------------------------------------------------------------------------------------
