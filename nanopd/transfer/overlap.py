@@ -199,21 +199,13 @@ def measure_overlap(
         result["gb_s"] = result["bytes"] / result["transfer_ms"] / 1e6
         if timelines:
             result["timeline"] = {
-                name: as_dict(bench.timeline(streamed)) for name, streamed in (("streamed", True), ("serial", False))
+                name: bench.timeline(streamed).as_dict() for name, streamed in (("streamed", True), ("serial", False))
             }
         if verify:
             result["verified"] = bench.verified()
         return result
     finally:
         bench.close()
-
-
-def as_dict(line: LayerTimeline) -> dict[str, list[list[float]]]:
-    """Plain numbers, for a record: [[begin, end], ...] in ms."""
-    return {
-        "compute": [[span.begin, span.end] for span in line.compute],
-        "transfer": [[span.begin, span.end] for span in line.transfer],
-    }
 
 
 def _prefill_plan(

@@ -13,8 +13,9 @@ computes; otherwise all but the sum of what it takes longer. It cannot hide more
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from nanopd.errors import ConfigError
 
@@ -62,6 +63,20 @@ class LayerTimeline:
     @property
     def hidden_share(self) -> float:
         return hidden_share(self.compute_ms, self.transfer_ms, self.total_ms)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for a record; spans as [begin, end]."""
+        spans = {name: [[s.begin, s.end] for s in getattr(self, name)] for name in ("compute", "transfer")}
+        return {**spans, "streamed": self.streamed, "latency_ms": self.latency_ms}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> LayerTimeline:
+        """What ``as_dict`` returned. Raises ConfigError if it is something else."""
+        try:
+            compute, transfer = (tuple(Span(begin, end) for begin, end in record[n]) for n in ("compute", "transfer"))
+            return cls(compute, transfer, record["streamed"], record["latency_ms"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"this is no record of a timeline ({type(error).__name__}: {error})") from error
 
 
 def hidden_share(prefill_ms: float, transfer_ms: float, together_ms: float) -> float:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from nanopd.viz.step_timeline import StepTimeline
     from nanopd.viz.style import PALETTE, styled
     from nanopd.viz.timeline import draw_steps, draw_timeline, spans
+    from nanopd.viz.transfer_timeline import TransferTimelineWidget, draw_transfer_timeline
 
 _HOME = {
     "BlockTableExplorer": "block_explorer",
@@ -27,10 +28,12 @@ _HOME = {
     "prefill_work": "roofline",
     "RooflineExplorer": "roofline_explorer",
     "StepTimeline": "step_timeline",
+    "TransferTimelineWidget": "transfer_timeline",
     "PALETTE": "style",
     "styled": "style",
     "draw_steps": "timeline",
     "draw_timeline": "timeline",
+    "draw_transfer_timeline": "transfer_timeline",
     "spans": "timeline",
 }
 
@@ -40,12 +43,14 @@ __all__ = [
     "RooflineExplorer",
     "RooflinePoint",
     "StepTimeline",
+    "TransferTimelineWidget",
     "Work",
     "decode_work",
     "draw_pool",
     "draw_roofline",
     "draw_steps",
     "draw_timeline",
+    "draw_transfer_timeline",
     "prefill_work",
     "spans",
     "styled",
