@@ -1,4 +1,4 @@
-"""Step-time model: the features against counting, the fit against known coefficients, the solver against brute force."""
+"""Step-time model: features against counting, the fit against known coefficients, the solver against brute force."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_json_round_trip_and_what_it_refuses() -> None:
     assert StepTimeModel.from_dict(TRUE.as_dict()) == TRUE
     with pytest.raises(ConfigError, match=r"missing or unknown: \['base_ms'\]"):
         StepTimeModel.from_dict({k: v for k, v in TRUE.as_dict().items() if k != "base_ms"})
-    with pytest.raises(ConfigError, match="pair_ms .* got -1"):
+    with pytest.raises(ConfigError, match=r"pair_ms .* got -1"):
         replace(TRUE, pair_ms=-1.0)
 
 
