@@ -5,7 +5,8 @@ the host several microseconds; launched one by one they, not the memory, would s
 kernels on the same addresses, so inputs and outputs live in buffers that never move, and batch sizes are rounded up to
 the next captured size: rows of padding have context length 0 and slot -1 and touch nothing.
 
-Steps with prefill run eagerly: their shapes vary without end, and their kernels are long enough to hide the launches.
+Steps with prefill run eagerly, since their shapes vary without end. Two things hide the launches there: the kernels are
+longer, and all but the first layer's launches are prepared (``nanopd.ops.alike``).
 """
 
 from __future__ import annotations

@@ -121,6 +121,15 @@ class Layout:
         return buffer[start:stop].view(torch.int64 if name in _INT64 else torch.int32).view(self.shapes[name])
 
 
+@dataclass(slots=True)
+class _Views:
+    """A layout, and its arrays in the host's and the device's buffer."""
+
+    layout: Layout
+    host: dict[str, np.ndarray]
+    device: dict[str, Tensor] | None = None  # made when first asked for: decode graphs have views of their own
+
+
 class InputPacker:
     """Packs plans into one buffer and sends it to the device with one copy.
 
@@ -142,7 +151,7 @@ class InputPacker:
         self._host = self._pinned.numpy()
         # On the CPU the model reads the host buffer itself.
         self.device_buffer = self._pinned if device.type == "cpu" else torch.zeros_like(self._pinned, device=device)
-        self._decode_layouts: dict[tuple[int, int], tuple[Layout, dict[str, np.ndarray]]] = {}
+        self._kept_views: dict[tuple[int, int, int, int], _Views] = {}
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def pack(self, plan: StepPlan) -> ForwardBatch:
@@ -152,11 +161,12 @@ class InputPacker:
         """
         rows = [i for i, chunk in enumerate(plan.chunks) if chunk.samplers]
         lengths = np.array([chunk.num_tokens for chunk in plan.chunks], dtype=np.int64)
-        layout = self._fill(plan, lengths, rows, len(lengths))
-        tensors = {name: layout.tensor(self.device_buffer, name) for name in layout.shapes}
+        views = self._fill(plan, lengths, rows, len(lengths))
+        if views.device is None:
+            views.device = {name: views.layout.tensor(self.device_buffer, name) for name in views.layout.shapes}
         prefills = lengths[plan.num_decodes :]
         return ForwardBatch(
-            **tensors, num_decodes=plan.num_decodes, max_seqlen_q=int(prefills.max()) if len(prefills) else 0
+            **views.device, num_decodes=plan.num_decodes, max_seqlen_q=int(prefills.max()) if len(prefills) else 0
         )
 
     def pack_decodes(self, plan: StepPlan, size: int) -> Layout:
@@ -165,9 +175,9 @@ class InputPacker:
         Row i of the logits belongs to chunk i.
         """
         lengths = np.ones(len(plan.chunks), dtype=np.int64)
-        return self._fill(plan, lengths, range(size), size)
+        return self._fill(plan, lengths, range(size), size).layout
 
-    def _fill(self, plan: StepPlan, lengths: np.ndarray, logits_seqs: Sequence[int], padded_seqs: int) -> Layout:
+    def _fill(self, plan: StepPlan, lengths: np.ndarray, logits_seqs: Sequence[int], padded_seqs: int) -> _Views:
         chunks = plan.chunks
         num_seqs, num_tokens = len(chunks), int(lengths.sum())
         padding = padded_seqs - num_seqs
@@ -184,7 +194,8 @@ class InputPacker:
         ends = starts + lengths
         width = -(-int(ends.max(initial=1)) // self.block_size)
 
-        layout, arrays = self._arrays(num_tokens + padding, padded_seqs, len(logits_seqs), width)
+        views = self._views(num_tokens + padding, padded_seqs, len(logits_seqs), width)
+        arrays = views.host
         self._wait_for_last_copy()
         cu_seqlens = arrays["cu_seqlens_q"]
         cu_seqlens[0] = 0
@@ -206,23 +217,20 @@ class InputPacker:
             arrays[name][num_tokens:] = nothing
         arrays["context_lens"][num_seqs:] = 0
         arrays["block_tables"][num_seqs:] = 0
-        self._send(layout)
-        return layout
+        self._send(views.layout)
+        return views
 
-    def _arrays(
-        self, num_tokens: int, num_seqs: int, num_rows: int, width: int
-    ) -> tuple[Layout, dict[str, np.ndarray]]:
-        """The layout and its views of the host buffer. Kept for decodes: the same few come again and again."""
-        key = (num_seqs, width) if num_tokens == num_seqs == num_rows else None
-        if key is not None and (kept := self._decode_layouts.get(key)) is not None:
-            return kept
-        layout = Layout(num_tokens, num_seqs, num_rows, width)
-        made = layout, {name: layout.array(self._host, name) for name in layout.shapes}
-        if key is not None:
-            if len(self._decode_layouts) >= _KEPT_LAYOUTS:
-                self._decode_layouts.clear()
-            self._decode_layouts[key] = made
-        return made
+    def _views(self, num_tokens: int, num_seqs: int, num_rows: int, width: int) -> _Views:
+        """Kept: decode steps and full chunks beside them have the same few layouts again and again."""
+        key = (num_tokens, num_seqs, num_rows, width)
+        views = self._kept_views.get(key)
+        if views is None:
+            if len(self._kept_views) >= _KEPT_LAYOUTS:
+                self._kept_views.clear()
+            layout = Layout(num_tokens, num_seqs, num_rows, width)
+            host = {name: layout.array(self._host, name) for name in layout.shapes}
+            views = self._kept_views[key] = _Views(layout, host)
+        return views
 
     def _fill_tokens(self, token_ids: np.ndarray, plan: StepPlan, cu_seqlens: np.ndarray) -> None:
         decodes = plan.chunks[: plan.num_decodes]
