@@ -1,0 +1,111 @@
+"""Prefill and decode apart on one GPU: SM partitions, shared and separate pools, every link, CUDA graphs."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from disaggregated_cases import Alternate, Always, check_pools_are_free, make_links
+from engine_cases import greedy
+from low_precision import Pair, make_pair
+
+from nanopd import SamplingParams
+from nanopd.router.central import CentralConfig
+from nanopd.router.decision import Path
+from nanopd.router.server import Server
+from nanopd.workers.cluster import Cluster
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+DISAGGREGATED = Always(Path.DISAGGREGATED)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def pair(request, tmp_path_factory) -> Pair:
+    return make_pair(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def halves() -> tuple[str, str]:
+    """Prefill and decode partitions, about two thirds and one third of the SMs."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    decode = sms // 3 // 8 * 8
+    return f"cuda:0/sm={sms - decode}", f"cuda:0/sm={decode}"
+
+
+def build(pair: Pair, partitions: bool = True, **options) -> Cluster:
+    prefill, decode = halves() if partitions else ("cuda:0", "cuda:0")
+    cluster = Cluster.build(
+        pair.low,
+        **{
+            "prefill": [prefill],
+            "decode": [decode],
+            "num_blocks": 200,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 512,
+            "prefill_chunk": 48,
+            "use_tqdm": False,
+            **options,
+        },
+    )
+    for worker in cluster.workers:
+        worker.runner.kv_cache.tensor.fill_(float("nan"))
+    torch.cuda.synchronize()
+    return cluster
+
+
+@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize("path", ["shared pool", "same-device copy", "peer copy", "pinned relay", "throttled"])
+def test_tokens_over_every_link(pair: Pair, path: str, streamed: bool) -> None:
+    shared = path == "shared pool"
+    with build(pair, shared_pool=shared) as cluster:
+        links = cluster.links if shared else make_links(cluster, path)
+        with Server.of(cluster, DISAGGREGATED, links=links, config=CentralConfig(stream_layers=streamed)) as server:
+            outputs = server.generate(pair.prompts, [greedy(24)] * len(pair.prompts), use_tqdm=False)
+        pair.check(outputs, pair.prompts)
+        check_pools_are_free(cluster)
+        if not shared:
+            for link in links.values():
+                link.close()
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "separate"])
+def test_all_roles_on_one_card(pair: Pair, shared: bool) -> None:
+    """Whole GPU and partitions side by side, eager and graphs, prompts many times over."""
+    prompts = pair.prompts * 3
+    with build(pair, shared_pool=shared, collocated=["cuda:0"]) as cluster:
+        with Server.of(cluster, Alternate()) as server:
+            pair.check(server.generate(prompts, [greedy(16)] * len(prompts), use_tqdm=False), prompts)
+            again = [server.generate(pair.prompts, SAMPLED, use_tqdm=False) for _ in range(2)]
+        check_pools_are_free(cluster)
+    for one, other in zip(*again, strict=True):
+        assert len(one.outputs[0].token_ids) == len(other.outputs[0].token_ids) == 24
+
+
+def test_a_small_decode_pool_preempts_and_recomputes(pair: Pair) -> None:
+    with build(pair, shared_pool=False, num_blocks=34, max_model_len=400) as cluster:
+        with Server.of(cluster, DISAGGREGATED, config=CentralConfig(growth_tokens=0)) as server:
+            outputs = server.generate(pair.prompts, [greedy(24)] * len(pair.prompts), use_tqdm=False)
+        pair.check(outputs, pair.prompts)
+        check_pools_are_free(cluster)
+
+
+def test_without_partitions_two_streams_share_the_card(pair: Pair) -> None:
+    with build(pair, partitions=False, shared_pool=True) as cluster:
+        with Server.of(cluster, DISAGGREGATED) as server:
+            pair.check(server.generate(pair.prompts, [greedy(24)] * len(pair.prompts), use_tqdm=False), pair.prompts)
+        check_pools_are_free(cluster)
+
+
+def test_nothing_is_left_on_the_card(pair: Pair) -> None:
+    build(pair).close()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(2):
+        with build(pair) as cluster, Server.of(cluster, DISAGGREGATED) as server:
+            server.generate(pair.prompts[:4], greedy(4), use_tqdm=False)
+    del cluster, server
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("nanopd")] == []
