@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import check_clean, greedy, make_prompts, run_staggered, tokens_of
-from low_precision import MODELS, VOCAB, Pair, make_pair
+from low_precision import MODELS, VOCAB, Pair, as_oracle, make_pair
 
 from nanopd import LLM, SamplingParams
 from nanopd.engine.cuda_graphs import capture_sizes
