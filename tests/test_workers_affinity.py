@@ -55,21 +55,21 @@ def test_the_thread_is_bound_and_only_that_thread() -> None:
     assert threads == [({core}, 1, before)]
 
 
-def test_torch_uses_as_many_threads_as_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_uses_no_more_threads_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_setaffinity", raising=False)  # as on macOS: the number of threads, no binding
     assert affinity.usable_cores() is None
 
-    def work() -> tuple[int, int, int]:
-        torch.set_num_threads(2)
-        with affinity.apply(DeviceSpec("cpu", cores=(5, 6, 7))):
-            within = torch.get_num_threads()
-        with affinity.apply(DeviceSpec("cpu")):
-            untouched = torch.get_num_threads()
-        return within, untouched, torch.get_num_threads()
+    def work() -> list[int]:
+        torch.set_num_threads(3)
+        seen = []
+        for cores in ((5,), (5, 6), (5, 6, 7, 8), None):
+            with affinity.apply(DeviceSpec("cpu", cores=cores)):
+                seen.append(torch.get_num_threads())
+        return [*seen, torch.get_num_threads()]
 
     before = torch.get_num_threads()
     try:
-        assert in_thread(work) == (3, 2, 2)
+        assert in_thread(work) == [1, 2, 3, 3, 3]
     finally:
         torch.set_num_threads(before)
 

@@ -26,7 +26,7 @@ def usable_cores() -> frozenset[int] | None:
 
 @contextmanager
 def apply(spec: DeviceSpec) -> Iterator[None]:
-    """Bind the calling thread to ``spec.cores``, and let torch's operators use as many threads as there are cores.
+    """Bind the calling thread to ``spec.cores``, and let torch's operators use no more threads than there are cores.
 
     Call it in the worker's own thread, before torch computes anything there: OpenMP keeps the number of threads per
     calling thread, so workers do not disturb each other. Nothing happens without cores. Cores and number of threads
@@ -45,7 +45,7 @@ def apply(spec: DeviceSpec) -> Iterator[None]:
             os.sched_setaffinity(0, spec.cores)  # 0: this thread, not the whole process
         except OSError as error:
             raise ConfigError(f"cannot bind a worker to the cores of {spec}: {error}") from error
-    torch.set_num_threads(len(spec.cores))
+    torch.set_num_threads(min(len(spec.cores), num_threads))  # fewer still if the user said so (OMP_NUM_THREADS)
     try:
         yield
     finally:
