@@ -20,7 +20,7 @@ from nanopd.kv.block_manager import BlockManager
 from nanopd.router.decision import Path
 from nanopd.router.forecast import Place, admission_wait_ms, forecast_decode, forecast_prefill
 from nanopd.router.path_forecast import PathForecast, forecast_collocated
-from nanopd.router.slo import SloAware
+from nanopd.router.slo import BESIDE, SloAware
 from nanopd.router.snapshot import Snapshot, WorkerSnapshot
 from nanopd.workers.worker import Role
 
@@ -282,6 +282,29 @@ def test_disaggregated_prefill_disturbs_no_decode() -> None:
     forecast = apart(decode={"num_running": 30, "running_tokens": 60_000})
     assert forecast.others["others wait for the prefill"] == 0.0
     assert forecast.others["others decode in a larger batch"] > 0.0
+
+
+def test_partitions_that_share_memory_slow_each_other() -> None:
+    """The model of company is the prefill's while anybody decodes, and the decodes lose time while prompts run."""
+    slower = replace(HALF, base_ms=9.0, kv_token_ms=7e-5)
+    policy = SloAware({**MODELS, f"half{BESIDE}": slower}, 500.0, 50.0)
+    queue = {"num_waiting": 1, "waiting_tokens": BUDGET}
+    prefill, decode = worker(Role.PREFILL, profile="half", **queue), worker(Role.DECODE, profile="half")
+    alone = policy.forecasts(request(1000), snapshot(prefill, decode), 101.0)[Path.DISAGGREGATED]
+    assert alone.to_first["prefill"] == pytest.approx(HALF.prefill_ms(1000))
+    decode = replace(decode, num_running=20, running_tokens=40_000)
+    company = policy.forecasts(request(1000), snapshot(prefill, decode), 101.0)[Path.DISAGGREGATED]
+    assert company.to_first["prefill"] == pytest.approx(slower.prefill_ms(1000))
+    step = StepFeatures.decode(20, 40_000)
+    loss = 1 - HALF.step_ms(step) / slower.step_ms(step)
+    assert company.others["others wait for the prefill"] == pytest.approx(20 * loss * slower.prefill_ms(1000))
+    assert company.after["mixed with prefill"] == pytest.approx(loss * company.prefill.before_ms)
+
+
+def test_the_profiler_names_places_in_company_as_expected() -> None:
+    from nanopd.costmodel import places
+
+    assert places.BUSY == BESIDE
 
 
 @pytest.mark.parametrize("waiting", [0, 300, 3000])

@@ -23,12 +23,16 @@ from nanopd.router.snapshot import WorkerSnapshot
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A worker, the model of its steps, and how many tokens a step may hold (``chunk_size``: of them, prefill)."""
+    """A worker, the model of its steps, and how many tokens a step may hold (``chunk_size``: of them, prefill).
+
+    ``beside``: the model of its steps while its neighbour on the same card is busy; None: nobody slows it.
+    """
 
     worker: WorkerSnapshot
     model: StepTimeModel
     max_num_batched_tokens: int
     chunk_size: int | None = None
+    beside: StepTimeModel | None = None
 
     @property
     def chunk(self) -> int:
@@ -62,6 +66,12 @@ class Place:
             return 0.0
         return self.prefill_ms(tokens, mean_prompt) - math.ceil(tokens / self.chunk) * self.model.step_ms(self.decodes)
 
+    def loss_beside(self, step: StepFeatures) -> float:
+        """The share of time that steps like this one lose while the neighbour is busy."""
+        if self.beside is None or not step.num_tokens:
+            return 0.0
+        return max(0.0, 1.0 - self.model.step_ms(step) / self.beside.step_ms(step))
+
     def _mixed_ms(self, tokens: int, mean_prompt: float) -> float:
         now = self.decodes
         return self.model.step_ms(
@@ -82,7 +92,7 @@ class PrefillForecast:
     in_flight: float  # the rest of the step that runs now
     queue: float  # prompts ahead
     prefill: float  # the request's own steps
-    interference: float  # by which these delay each decode that runs here
+    interference: float  # by which these delay each decode that runs in the same steps, or beside them
     behind: int
 
     @property
@@ -118,7 +128,12 @@ class DecodeForecast:
     others: int
     alone_ms: float  # a step without the request
     step_ms: float  # a step with it
-    mixing_ms: float  # in all: by the prompts that are computed here meanwhile
+    mixing_ms: float  # in all: by the prompts that are computed in the same steps, or beside them
+
+    @property
+    def decoding_ms(self) -> float:
+        """From the first token to the last if nothing disturbs."""
+        return self.step_ms * self.steps
 
     @property
     def slower_ms(self) -> float:

@@ -6,10 +6,11 @@ What the request waits for at the same time counts once: a seat that is free bef
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanopd.costmodel.analytical import transfer_ms
 from nanopd.costmodel.estimate import Estimate
+from nanopd.costmodel.features import StepFeatures
 from nanopd.router.decision import Path
 from nanopd.router.forecast import (
     DecodeForecast,
@@ -107,11 +108,18 @@ def forecast_collocated(
 def forecast_disaggregated(
     first: Place, second: Place, tokens: int, output: float, snapshot: Snapshot, sharing: Sharing = ALONE
 ) -> PathForecast:
-    """Prefill at ``first``, decode at ``second``. The backlog is spread evenly over the workers of a role."""
+    """Prefill at ``first``, decode at ``second``. The backlog is spread evenly over the workers of a role.
+
+    Partitions of one card share its memory: while ``first`` is busy, ``second`` loses a share of its time.
+    """
     requests, waiting = snapshot.backlog_requests, snapshot.backlog_tokens
     prefills, decodes = len(snapshot.of(Role.PREFILL)), len(snapshot.of(Role.DECODE))
     arriving = first.worker.num_waiting + snapshot.transfers
+    prefill = forecast_prefill(first, tokens, snapshot.now, _share(waiting, prefills), _share(requests, prefills))
     decode = forecast_decode(second, tokens, output, arriving)
+    loss = second.loss_beside(second.decodes if second.worker.num_running else StepFeatures.decode(1, tokens))
+    prefill = replace(prefill, interference=loss * prefill.prefill)
+    decode = replace(decode, mixing_ms=decode.mixing_ms + loss * min(prefill.before_ms, decode.decoding_ms))
     link = {
         "link queue": transfer_ms(snapshot.transfer_bytes, snapshot.link_gb_s),
         "transfer": transfer_ms(tokens * snapshot.kv_bytes_per_token, snapshot.link_gb_s),
@@ -120,7 +128,7 @@ def forecast_disaggregated(
     return _put_together(
         Path.DISAGGREGATED,
         (first, second),
-        forecast_prefill(first, tokens, snapshot.now, _share(waiting, prefills), _share(requests, prefills)),
+        prefill,
         decode,
         sharing,
         wait=admission_wait_ms(second, tokens, output, _share(requests, decodes), _share(waiting, decodes)),
@@ -137,7 +145,7 @@ def _put_together(
     wait: float,
     link: Mapping[str, float],
 ) -> PathForecast:
-    decoding = decode.step_ms * decode.steps
+    decoding = decode.decoding_ms
     to_first = {
         "step in flight": prefill.in_flight,
         "queue": prefill.queue,
@@ -146,7 +154,7 @@ def _put_together(
     }
     after = {**link, "decode": decoding, "mixed with prefill": decode.mixing_ms}
     others = {
-        "others wait for the prefill": prefill.interference * places[0].worker.num_running,
+        "others wait for the prefill": prefill.interference * places[-1].worker.num_running,
         "others decode in a larger batch": decode.slower_ms * decode.steps * decode.others,
         "others queue behind": prefill.prefill * prefill.behind,
     }

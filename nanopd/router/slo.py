@@ -29,11 +29,14 @@ from nanopd.router.snapshot import Snapshot, WorkerSnapshot
 from nanopd.workers.worker import Role
 
 _NORMAL = NormalDist()
+BESIDE = " beside a busy neighbour"  # ends the names that the profiler gives to places measured in company
 
 
 class SloAware:
     """Args:
-        models: step-time model by worker ``profile``; "whole device" is for workers without one.
+        models: step-time model by worker ``profile``; "whole device" is for workers without one. If there is one
+            called "… beside a busy neighbour", it is used for a prefill worker while requests decode, and for the
+            decodes while prompts are computed.
         ttft_ms, tpot_ms: the objectives.
         max_num_batched_tokens: of each worker's scheduler; ``chunk_size``: of collocated workers' (None: no limit);
             ``prefill_chunk_size``: of prefill workers'.
@@ -89,7 +92,7 @@ class SloAware:
     ) -> dict[Path, PathForecast]:
         """The best forecast of each path that is possible, over all workers that could serve it."""
         tokens, output = request.num_tokens, expected_output(request, predicted_output, self.default_output)
-        at = {role: [self._place(worker) for worker in snapshot.of(role)] for role in Role}
+        at = {role: [self._place(worker, snapshot) for worker in snapshot.of(role)] for role in Role}
         collocated, apart = at[Role.COLLOCATED], at[Role.PREFILL] + at[Role.DECODE]
         fits = {role: candidates(request, snapshot, role) for role in Role}
         best = {}
@@ -145,8 +148,8 @@ class SloAware:
         prefill, decode = forecast.prefill, forecast.decode
         output = decode.steps + 1.0  # the others' is taken to be the same
         tpot = decode.alone_ms + decode.mixing_ms / output
-        chunks = prefill.interference / output if len(forecast.places) == 1 else 0.0
-        yield decode.others, tpot, tpot + decode.slower_ms * decode.steps / output + chunks, self.tpot_ms
+        slower = (prefill.interference + decode.slower_ms * decode.steps) / output
+        yield decode.others, tpot, tpot + slower, self.tpot_ms
         ttft = prefill.before_ms + prefill.prefill
         yield prefill.behind, ttft, ttft + prefill.prefill, self.ttft_ms
         for count, step in forecast.sharing.steps:
@@ -173,13 +176,15 @@ class SloAware:
         term = deciding_term(chosen.estimate.terms, rejected.estimate.terms)
         return f"{where}: equal SLO misses, {as_ms(ours)} against {as_ms(theirs)}, most of all by {term}"
 
-    def _place(self, worker: WorkerSnapshot) -> Place:
+    def _place(self, worker: WorkerSnapshot, snapshot: Snapshot) -> Place:
         key = WHOLE if worker.profile is None else worker.profile
         if key not in self.models:
-            raise ConfigError(
-                f"worker {worker.name!r} needs a step-time model for {key!r}; there are {sorted(self.models)}"
-            )
-        return Place(worker, self.models[key], self.max_num_batched_tokens, self.chunk_sizes[worker.role])
+            known = sorted(self.models)
+            raise ConfigError(f"worker {worker.name!r} needs a step-time model for {key!r}; there are {known}")
+        model, beside = self.models[key], self.models.get(key + BESIDE)
+        if worker.role is Role.PREFILL and beside and any(w.num_running for w in snapshot.of(Role.DECODE)):
+            model = beside
+        return Place(worker, model, self.max_num_batched_tokens, self.chunk_sizes[worker.role], beside)
 
 
 def _check_positive(**values: float) -> None:
