@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nanopd.viz.block_explorer import BlockTableExplorer
     from nanopd.viz.block_table import draw_pool
+    from nanopd.viz.cost_model import LabelledStep, draw_analytical_fits, draw_predictions, draw_step_terms
     from nanopd.viz.roofline import RooflinePoint, Work, decode_work, draw_roofline, prefill_work
     from nanopd.viz.roofline_explorer import RooflineExplorer
     from nanopd.viz.step_timeline import StepTimeline
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 _HOME = {
     "BlockTableExplorer": "block_explorer",
     "draw_pool": "block_table",
+    "LabelledStep": "cost_model",
+    "draw_analytical_fits": "cost_model",
+    "draw_predictions": "cost_model",
+    "draw_step_terms": "cost_model",
     "RooflinePoint": "roofline",
     "Work": "roofline",
     "decode_work": "roofline",
@@ -39,6 +44,7 @@ _HOME = {
 
 __all__ = [
     "BlockTableExplorer",
+    "LabelledStep",
     "PALETTE",
     "RooflineExplorer",
     "RooflinePoint",
@@ -46,8 +52,11 @@ __all__ = [
     "TransferTimelineWidget",
     "Work",
     "decode_work",
+    "draw_analytical_fits",
     "draw_pool",
+    "draw_predictions",
     "draw_roofline",
+    "draw_step_terms",
     "draw_steps",
     "draw_timeline",
     "draw_transfer_timeline",
