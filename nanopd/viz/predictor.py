@@ -49,8 +49,8 @@ def draw_posterior(
         centre = float(np.exp(predictor.global_posterior.mean))
         ax.axhline(centre, color=VERMILLION, linestyle=":", label=f"all prompts: {centre:,.0f} tokens")
         counts = [known[b].observed + known[b].cut if b in known else 0.0 for b in every]
-        ax.set_xticks(range(len(every)), [f"{bucket_span(b)[0]:,}\n{n:,.0f} seen" for b, n in zip(every, counts)])
-        ax.set_xlabel("prompt length from ... tokens, to twice as many")
+        ax.set_xticks(range(len(every)), [f"{_short(bucket_span(b)[0])}\n{n:.0f}" for b, n in zip(every, counts)])
+        ax.set_xlabel("prompt length from ... tokens to twice as many; below: outputs seen")
         ax.set_ylabel("output length (tokens)")
         ax.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
         ax.set_title(
@@ -66,6 +66,10 @@ def _points(ax: Axes, every: range, lengths: Iterable[tuple[int, int]]) -> None:
         x, y = np.array(shown, dtype=float).T
         x = x + spread.uniform(-0.3, 0.3, len(x))
         ax.plot(x, np.maximum(y, 1), ".", color=ORANGE, markersize=3, alpha=0.5, label="outputs seen")
+
+
+def _short(power_of_two: int) -> str:
+    return f"{power_of_two // 1024}k" if power_of_two >= 1024 else str(power_of_two)
 
 
 def _posterior_finding(medians: Sequence[float]) -> str:
