@@ -54,6 +54,7 @@ def compare_strategies(
     search: GoodputSearch | None = GoodputSearch(),
     raw: Path | None = None,
     allow_unequal: bool = False,
+    context: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
     run: Runner | None = None,
     on_result: Callable[[Result], None] | None = None,
@@ -66,12 +67,13 @@ def compare_strategies(
         raw: folder for the records of each run. A run whose records are there is not repeated, and a strategy that has
             all its runs is not even built, so an interrupted comparison goes on where it was.
         allow_unequal: compare unequal hardware too, per GPU and labelled so.
+        context: what else makes a run what it is, such as model and policy options; records of another are not taken.
         run: see `Runner`.
         on_result: called after each run.
 
     Raises:
         UnequalHardwareError: before anything runs.
-        ReportError: the records in ``raw`` belong to other arrivals or options.
+        ReportError: the records in ``raw`` belong to other arrivals, options or context.
         ConfigError: no strategy, two of one name, or no rate.
     """
     names = [strategy.name for strategy in strategies]
@@ -84,7 +86,7 @@ def compare_strategies(
     results: list[Result] = []
     goodput: dict[str, Goodput] = {}
     for strategy in strategies:
-        bench = _Bench(strategy, plans, slo, vocab_size, options, raw, run, use_tqdm)
+        bench = _Bench(strategy, plans, slo, vocab_size, options, dict(context or {}), raw, run, use_tqdm)
         with bench:
             for rate in sorted(set(rates)):
                 results.append(bench.result(rate))
@@ -101,7 +103,7 @@ def compare_strategies(
         note=first.note,
         slo=slo,
         seed=first.seed,
-        options={**asdict(options), "vocab_size": vocab_size, "arrivals": plans.described()},
+        options={**asdict(options), **(context or {}), "vocab_size": vocab_size, "arrivals": plans.described()},
         goodput=goodput,
         environment=dict(environment or {}),
     )
@@ -159,13 +161,14 @@ class _Bench:
         slo: SLO,
         vocab_size: int,
         options: LoadOptions,
+        context: dict[str, Any],
         raw: Path | None,
         run: Runner | None,
         use_tqdm: bool,
     ) -> None:
         self.strategy, self.summaries = strategy, dict[float, Summary]()
         self._plans, self._slo, self._vocab_size, self._options = plans, slo, vocab_size, options
-        self._raw, self._run, self._use_tqdm = raw, run, use_tqdm
+        self._context, self._raw, self._run, self._use_tqdm = context, raw, run, use_tqdm
         self._stack = ExitStack()
         self._target: Target | None = None
 
@@ -202,6 +205,7 @@ class _Bench:
             "schedule": plan.fingerprint(),
             "vocab_size": self._vocab_size,
             "options": asdict(self._options),
+            "context": self._context,
         }
         if path is not None and path.exists():
             return read_records(path, header)

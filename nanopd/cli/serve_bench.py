@@ -103,6 +103,9 @@ def run_bench(
     longest = limits.get("max_model_len") or loaded.config.max_position_embeddings
     schedule_at = arrivals(workload, duration, seed, scale=scale, limit=limit, max_model_len=longest)
     policy = policy_maker(profile, policy_options, slo_ttft_ms, slo_tpot_ms)
+    raw = out.with_suffix(".records") if out else None
+    if raw is not None and raw.exists():
+        print(f"runs whose records are in {raw} are not repeated; delete it to measure them again")
     report = compare_strategies(
         [_strategy(name, loaded, places, policy, _sms(first), limits) for name in names],
         schedule_at,
@@ -111,9 +114,16 @@ def run_bench(
         vocab_size=loaded.config.vocab_size,
         options=options,
         search=GoodputSearch() if goodput else None,
-        raw=out.with_suffix(".records") if out else None,
+        raw=raw,
         allow_unequal=allow_unequal,
-        environment=environment(first.device, "nanopd bench") | {"model": loaded.config.name},
+        context={
+            "model": loaded.config.name,
+            "dtype": str(loaded.model.dtype),
+            "profile": profile,
+            "policy": list(policy_options),
+            **limits,
+        },
+        environment=environment(first.device, "nanopd bench"),
     )
     show(report, Console())
     if out is not None:
@@ -227,32 +237,51 @@ def _sms(place: DeviceSpec) -> int | None:
 
 
 def show(report: Report, console: Console) -> None:
-    """The runs as a table, goodput with its reason, and on which footing they compare."""
-    table = Table(title=f"{report.workload}: {report.note}", box=None, title_justify="left", pad_edge=False)
-    for heading in ("strategy", "rate", "done/offered", "dropped", "TTFT ms p50/p99", "TPOT ms p50/p99",
-                    "2nd token p99", "ITL p99", "E2E s p50/p99", "in SLO", "out tok/s"):  # fmt: skip
-        table.add_column(heading, justify="left" if heading in ("strategy", "dropped") else "right")
+    """The runs as tables, goodput with its reason, and on which footing they compare."""
+    console.print(f"[bold]{report.workload}[/]: {report.note}\n", highlight=False)
+    counts = _table("strategy", "rate", "done/offered", "in SLO", "out tok/s", "dropped")
+    times = _table("strategy", "rate", "TTFT ms", "TPOT ms", "E2E s", "2nd", "ITL")
     for result in report.results:
-        s = result.summary
+        s, head = result.summary, (result.strategy, f"{result.rate:g}")
         drops = ", ".join(f"{count} {why}" for why, count in s.counters.dropped.items() if count)
-        table.add_row(
-            result.strategy, f"{result.rate:g}", f"{s.counters.completed}/{s.offered}", drops or "-",
-            _pair(s.ttft, 1e3), _pair(s.tpot, 1e3), _one(s.second_token_gap.p99, 1e3), _one(s.itl.p99, 1e3),
-            _pair(s.e2e, 1.0), f"{s.attainment:.0%}", f"{s.token_throughput:.0f}",
-        )  # fmt: skip
-    console.print(table)
+        done = f"{s.counters.completed}/{s.offered}"
+        counts.add_row(*head, done, f"{s.attainment:.0%}", f"{s.token_throughput:.0f}", drops or "none")
+        gaps = (_one(s.second_token_gap.p99, 1e3), _one(s.itl.p99, 1e3))
+        times.add_row(*head, _three(s.ttft, 1e3), _three(s.tpot, 1e3), _three(s.e2e, 1.0), *gaps)
+    console.print(counts)
+    console.print(
+        "\nLatencies of completed requests, from the scheduled arrival: p50/p90/p99; 2nd token's gap and ITL,"
+    )
+    console.print("p99 in ms (ITL needs --stream)" if not _has_itl(report) else "p99 in ms")
+    console.print(times)
+    limits = f"TTFT <= {_one(report.slo.ttft_s, 1e3)} ms and TPOT <= {_one(report.slo.tpot_s, 1e3)} ms"
+    console.print(f"\nSLO: {limits}; {report.comparison}")
     for name, found in report.goodput.items():
         console.print(f"goodput of {name}: {found.per_gpu:.4g} requests/s per GPU ({found.reason})")
-    limits = f"TTFT <= {_one(report.slo.ttft_s, 1e3)} ms, TPOT <= {_one(report.slo.tpot_s, 1e3)} ms"
-    console.print(f"SLO: {limits}, both. Latencies count from the scheduled arrival. {report.comparison}.")
 
 
-def _pair(values: Percentiles, factor: float) -> str:
-    return f"{_one(values.p50, factor)}/{_one(values.p99, factor)}"
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    for heading in headings:
+        left = heading in ("strategy", "dropped")
+        table.add_column(heading, justify="left" if left else "right", overflow="fold")
+    return table
+
+
+def _has_itl(report: Report) -> bool:
+    return any(result.summary.itl.count for result in report.results)
+
+
+def _three(values: Percentiles, factor: float) -> str:
+    return "/".join(_one(value, factor) for value in (values.p50, values.p90, values.p99))
 
 
 def _one(value: float | None, factor: float) -> str:
-    return "-" if value is None else f"{value * factor:.3g}"
+    """Three digits, never in powers of ten."""
+    if value is None:
+        return "-"
+    scaled = value * factor
+    return f"{scaled:.0f}" if scaled >= 100 else f"{scaled:.3g}"
 
 
 def save_figures(report: Report, folder: Path) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from nanopd.errors import ConfigError
 from nanopd.viz.style import ALERT_COLOR, GREY, INK, PALETTE, axes_for, bare_figure, styled, tint
@@ -27,7 +28,12 @@ LATENCIES = {  # field of the summary -> name, factor, unit
     "e2e": ("end-to-end latency", 1.0, "s"),
 }
 MARKERS = "osD^vP*"
-DROP_COLORS = ("#D55E00", "#E69F00", "#CC79A7", "#8A8A8A")  # refused, timed out, failed, unfinished
+DROP_STYLES = (
+    (INK, "///"),
+    (GREY, "\\\\\\"),
+    (ALERT_COLOR, "xxx"),
+    ("#B0B0B0", "..."),
+)  # refused, timed out, failed, unfinished
 
 
 def draw_throughput(report: Report, *, ax: Axes | None = None) -> Axes:
@@ -68,7 +74,7 @@ def draw_latency(report: Report, metric: str = "e2e", *, ax: Axes | None = None)
                     ax.plot([a], [b], marker=marker, color=color, markerfacecolor=color if whole else "white")
         _slo_line(ax, report, metric, factor, unit)
         if any(getattr(run.summary, metric).count for run in report.results):
-            ax.set_yscale("log")
+            _log_axis(ax)
         ax.set_ylabel(f"{name} ({unit})")
         _finish(ax, report, name.capitalize())
     return ax
@@ -93,7 +99,7 @@ def draw_violins(report: Report, metric: str = "ttft", *, ax: Axes | None = None
                 _violin(ax, rates.index(run.rate) + offset, values, 0.7 / count, color)
             ax.plot([], [], color=color, linewidth=8, label=strategy)
         _slo_line(ax, report, metric, factor, unit)
-        ax.set_yscale("log")
+        _log_axis(ax)
         ax.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
         ax.set_ylabel(f"{name} ({unit})")
         _finish(ax, report, f"{name.capitalize()} of completed requests", from_zero=False)
@@ -111,16 +117,18 @@ def draw_outcomes(report: Report, *, ax: Axes | None = None) -> Axes:
             offset = (index - (count - 1) / 2) * 0.8 / count
             for run in runs:
                 counters = run.summary.counters
-                parts = [(f"completed, {strategy}", counters.completed, color)]
-                parts += [(why, n, c) for (why, n), c in zip(counters.dropped.items(), DROP_COLORS, strict=True)]
+                styles = [(color, None), *DROP_STYLES]
+                parts = [(f"completed, {strategy}", counters.completed), *counters.dropped.items()]
                 bottom = 0
-                for label, number, paint in parts:
-                    hatch = None if label.startswith("completed") else "///"
-                    face = paint if hatch is None else tint(paint, 0.45)
-                    x = rates.index(run.rate) + offset
-                    ax.bar(x, number, 0.7 / count, bottom, color=face, edgecolor=paint, hatch=hatch)
+                for (label, number), (paint, hatch) in zip(parts, styles, strict=True):
                     if number:
-                        handles.setdefault(label, Patch(facecolor=face, edgecolor=paint, hatch=hatch, label=label))
+                        look: dict[str, Any] = {
+                            "facecolor": tint(paint, 0.3) if hatch else paint,
+                            "edgecolor": paint,
+                            "hatch": hatch,
+                        }
+                        ax.bar(rates.index(run.rate) + offset, number, 0.7 / count, bottom, **look)
+                        handles.setdefault(label, Patch(label=label, **look))
                     bottom += number
         ax.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
         ax.set_ylabel("requests")
@@ -149,9 +157,8 @@ def draw_attainment(report: Report, *, target: float = 0.9, ax: Axes | None = No
             if found and found.rate:
                 ax.plot([found.rate / gpus] * 2, [0, 100 * target], color=color, linestyle=":", linewidth=1.5)
         ax.axhline(100 * target, color=ALERT_COLOR, linewidth=1.2)
-        ax.annotate(f"{target:.0%}", (1, 100 * target), (-4, 4), xycoords=("axes fraction", "data"),
-                    textcoords="offset points", ha="right", color=ALERT_COLOR)  # fmt: skip
-        ax.set_ylim(-3, 106)
+        ax.annotate(f"{target:.0%}", (1, 100 * target), (4, 0), xycoords=("axes fraction", "data"),
+                    textcoords="offset points", va="center", color=ALERT_COLOR)  # fmt: skip
         ax.set_ylabel("offered requests within the SLO (%)")
         _finish(ax, report, "SLO attainment")
         ax.set_ylim(-3, 106)
@@ -231,8 +238,17 @@ def _slo_line(ax: Axes, report: Report, metric: str, factor: float, unit: str) -
     if limit is None:
         return
     ax.axhline(limit * factor, color=ALERT_COLOR, linewidth=1.2)
-    ax.annotate(f"SLO {limit * factor:g} {unit}", (1, limit * factor), (-4, 4), xycoords=("axes fraction", "data"),
-                textcoords="offset points", ha="right", color=ALERT_COLOR)  # fmt: skip
+    # Beside the axes, where it hides no data.
+    ax.annotate(f"SLO\n{limit * factor:g} {unit}", (1, limit * factor), (4, 0), xycoords=("axes fraction", "data"),
+                textcoords="offset points", va="center", color=ALERT_COLOR)  # fmt: skip
+
+
+def _log_axis(ax: Axes) -> None:
+    """Plain numbers at 1, 2, 5 of each decade: a range is often shorter than a decade, and 10^x is hard to read off."""
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _finish(ax: Axes, report: Report, title: str, *, from_zero: bool = True, legend: bool = True) -> None:
