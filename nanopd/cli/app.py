@@ -25,6 +25,7 @@ app = typer.Typer(
 Model = Annotated[str, typer.Option(help="smollm2, dummy:SHAPE, a folder, or a Hugging Face name.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. [default: a GPU if there is one]")]
 DType = Annotated[str | None, typer.Option(help="float32, float16, bfloat16. [default: by device]")]
+Workers = Annotated[str | None, typer.Option(help="Workers of this role, such as cuda:1,cuda:3 or cuda:0/sm=48.")]
 Out = Annotated[Path | None, typer.Option(help="Also write the results as JSON to this file.")]
 
 
@@ -104,9 +105,12 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End before this string (repeatable).")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Go on past the end-of-sequence token.")] = False,
     stats: Annotated[bool, typer.Option(help="Show time to first token and time per token.")] = True,
+    collocated: Workers = None,
+    prefill: Workers = None,
+    decode: Workers = None,
 ) -> None:
-    """Continue a prompt; tokens are shown as they come."""
-    from nanopd.cli.generate import stream_to_terminal
+    """Continue a prompt; tokens are shown as they come. With --prefill and --decode the two phases run apart."""
+    from nanopd.cli.generate import Places, stream_to_terminal
     from nanopd.engine.sampling_params import SamplingParams
 
     params = SamplingParams(
@@ -120,7 +124,8 @@ def generate(
         ignore_eos=ignore_eos,
     )
     text = sys.stdin.read() if prompt == "-" else prompt
-    stream_to_terminal(text, params, model=model, device=device, dtype=dtype, chat=chat, stats=stats)
+    places = Places(collocated, prefill, decode)
+    stream_to_terminal(text, params, model=model, device=device, dtype=dtype, chat=chat, stats=stats, places=places)
 
 
 @app.command()
