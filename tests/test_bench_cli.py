@@ -137,6 +137,7 @@ def test_arrivals_by_name_by_lengths_and_from_a_file(tmp_path: Path) -> None:
     replayed = arrivals(str(trace), 5.0, 3, **options)(8.0)
     assert [a.prompt_tokens for a in replayed.arrivals] == list(range(100, 110))
     assert replayed.rate == pytest.approx(8.0)
+    assert len(arrivals(str(trace), 1.0, 3, **options)(8.0)) == 8  # all rates run for the same time
     with pytest.raises(ConfigError, match="sharegpt"):
         arrivals("chat", 5.0, 3, **options)
 

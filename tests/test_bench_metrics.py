@@ -186,7 +186,7 @@ def test_why_a_request_did_not_complete() -> None:
 @given(
     st.builds(
         RequestRecord,
-        index=st.integers(0, 9), time_s=st.sampled_from([0.0, 1.5]), prompt_tokens=st.integers(1, 9),
+        index=st.integers(0, 9), time_s=st.floats(0, 9), prompt_tokens=st.integers(1, 9),
         output_tokens=st.integers(1, 9), outcome=st.sampled_from(list(Outcome)), reason=st.text(max_size=5),
         lateness_s=st.sampled_from([None, 0.0, 0.25]), ttft_s=st.sampled_from([None, 0.0, 0.5]),
         tpot_s=st.sampled_from([None, 0.125]), e2e_s=st.sampled_from([None, 4.0]),

@@ -131,6 +131,7 @@ def test_clipped_lengths_are_counted() -> None:
     drawn, clipped = poisson(free, 50.0, 20.0, 2), poisson(tight, 50.0, 20.0, 2)
     assert clipped.num_clipped_prompts == sum(a.prompt_tokens > 120 for a in drawn.arrivals) > 0
     assert clipped.num_clipped_outputs == sum(a.output_tokens > 80 for a in drawn.arrivals) > 0
+    assert clipped.until(5.0).num_clipped_prompts == sum(a.prompt_tokens > 120 for a in drawn.until(5.0).arrivals)
     assert [a.prompt_tokens for a in clipped.arrivals] == [min(a.prompt_tokens, 120) for a in drawn.arrivals]
     assert drawn.num_clipped_prompts == drawn.num_clipped_outputs == 0
 
@@ -151,6 +152,14 @@ def test_stretching_to_a_rate_keeps_the_requests() -> None:
     assert double.rate == pytest.approx(10.0)
     assert [a.prompt_tokens for a in double.arrivals] == [a.prompt_tokens for a in schedule.arrivals]
     assert "times multiplied" in double.note
+
+
+def test_a_schedule_may_be_cut_short() -> None:
+    schedule = poisson(Workload.fixed(8, 4), 5.0, 20.0, 1)
+    cut = schedule.until(4.0)
+    assert cut.arrivals == tuple(a for a in schedule.arrivals if a.time_s < 4.0)
+    assert cut.duration_s == 4.0
+    assert schedule.until(20.0) is schedule
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,10 @@ class RequestRecord:
     preemptions: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Without what is at its default, times to the microsecond."""
+        """Without what is at its default, latencies to the microsecond."""
         defaults = {f.name: f.default for f in fields(self)}
-        return {name: _rounded(value) for name, value in asdict(self).items() if value != defaults[name]}
+        plain = {name: _rounded(value) for name, value in asdict(self).items() if value != defaults[name]}
+        return plain | {"time_s": self.time_s}  # exactly: it decides who belongs to the warm-up
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> RequestRecord:

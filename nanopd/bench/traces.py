@@ -148,15 +148,10 @@ def load_trace(
     last = scaled[-1].time_s
     return Schedule(
         Path(path).stem,
-        tuple(
-            replace(a, prompt_tokens=min(a.prompt_tokens, max_prompt), output_tokens=min(a.output_tokens, max_output))
-            for a in scaled
-        ),
+        tuple(a.clipped(max_prompt, max_output) for a in scaled),
         # One mean gap after the last arrival, so that n requests over the duration are n per n gaps.
         last + (last / (len(scaled) - 1) if last > 0 else 1.0),
         seed,
-        sum(a.prompt_tokens > max_prompt for a in scaled),
-        sum(a.output_tokens > max_output for a in scaled),
         "; ".join(notes),
         "trace",
     )

@@ -29,6 +29,18 @@ class Arrival:
     output_tokens: int
     prefix: tuple[int, ...] = ()  # ids of shared blocks: the prompt begins with these, ``prefix_block`` tokens each
     prefix_block: int = 512
+    prompt_clipped: bool = False  # it was longer than the maximum
+    output_clipped: bool = False
+
+    def clipped(self, max_prompt: int, max_output: int) -> Arrival:
+        """With lengths of at most these."""
+        return replace(
+            self,
+            prompt_tokens=min(self.prompt_tokens, max_prompt),
+            output_tokens=min(self.output_tokens, max_output),
+            prompt_clipped=self.prompt_clipped or self.prompt_tokens > max_prompt,
+            output_clipped=self.output_clipped or self.output_tokens > max_output,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +113,6 @@ class Schedule:
     arrivals: tuple[Arrival, ...]
     duration_s: float  # arrivals lie in [0, duration_s)
     seed: int
-    num_clipped_prompts: int = 0
-    num_clipped_outputs: int = 0
     note: str = ""  # source of the lengths, what was done to the times
     salt: str = ""  # part of the seed of the token ids
 
@@ -113,6 +123,14 @@ class Schedule:
     def rate(self) -> float:
         """Requests per second as they really are."""
         return len(self.arrivals) / self.duration_s
+
+    @property
+    def num_clipped_prompts(self) -> int:
+        return sum(a.prompt_clipped for a in self.arrivals)
+
+    @property
+    def num_clipped_outputs(self) -> int:
+        return sum(a.output_clipped for a in self.arrivals)
 
     def prompt(self, arrival: Arrival, vocab_size: int) -> list[int]:
         """Token ids of ``arrival``, uniform in [0, vocab_size), the same in every process and for every strategy.
@@ -138,6 +156,15 @@ class Schedule:
             self, arrivals=arrivals, duration_s=self.duration_s * factor, note=note, salt=f"{self.salt}@{rate!r}"
         )
 
+    def until(self, duration_s: float) -> Schedule:
+        """What arrives in the first ``duration_s`` seconds; all of it if it is over before."""
+        if not duration_s > 0:
+            raise ConfigError(f"the duration must be a positive number of seconds, got {duration_s}")
+        if duration_s >= self.duration_s:
+            return self
+        arrivals = tuple(a for a in self.arrivals if a.time_s < duration_s)
+        return replace(self, arrivals=arrivals, duration_s=duration_s, note=f"{self.note}; the first {duration_s:g} s")
+
     def fingerprint(self) -> str:
         """16 hex digits that two schedules share only if times, lengths, prefixes and token seeds are equal."""
         digest = hashlib.sha256(repr((self.seed, self.salt, self.duration_s)).encode())
@@ -157,23 +184,12 @@ def poisson(workload: Workload, rate: float, duration_s: float, seed: int = 0) -
     if rate * duration_s > MOST_ARRIVALS:
         raise ConfigError(f"rate {rate:g} for {duration_s:g} s makes over {MOST_ARRIVALS:,} arrivals")
     gaps, lengths = random.Random(f"{seed}/gaps"), random.Random(f"{seed}/lengths")
-    arrivals: list[Arrival] = []
-    clipped_prompts = clipped_outputs = 0
-    for index, time_s in enumerate(_times(gaps, rate, duration_s)):
-        prompt, output = workload.draw(lengths)
-        clipped_prompts += prompt > workload.max_prompt
-        clipped_outputs += output > workload.max_output
-        arrivals.append(Arrival(index, time_s, min(prompt, workload.max_prompt), min(output, workload.max_output)))
-    return Schedule(
-        workload.name,
-        tuple(arrivals),
-        duration_s,
-        seed,
-        clipped_prompts,
-        clipped_outputs,
-        f"Poisson arrivals at {rate:g}/s; lengths: {workload.source or 'as given'}",
-        f"{rate!r}",
+    arrivals = tuple(
+        Arrival(index, time_s, *workload.draw(lengths)).clipped(workload.max_prompt, workload.max_output)
+        for index, time_s in enumerate(_times(gaps, rate, duration_s))
     )
+    note = f"Poisson arrivals at {rate:g}/s; lengths: {workload.source or 'as given'}"
+    return Schedule(workload.name, arrivals, duration_s, seed, note, f"{rate!r}")
 
 
 def schedules(workload: Workload, duration_s: float, seed: int = 0) -> Callable[[float], Schedule]:

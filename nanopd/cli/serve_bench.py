@@ -141,7 +141,7 @@ def arrivals(
         trace = load_trace(
             workload, seed=seed, limit=limit, length_scale=scale, max_prompt=max_model_len - output, max_output=output
         )
-        return trace.at_rate
+        return lambda rate: trace.at_rate(rate).until(duration)
     prompt_tokens, colon, output_tokens = workload.partition(":")
     if colon and prompt_tokens.isdecimal() and output_tokens.isdecimal():
         from nanopd.bench.workload import Workload
