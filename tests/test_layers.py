@@ -56,7 +56,7 @@ INTRODUCED = {
     2: (),
     3: (),
     4: ("engine", "model"),
-    5: ("transfer", "workers"),
+    5: ("transfer", "workers", "router.central", "router.server", "router.decision", "router.policies"),
     6: (),
     7: ("costmodel",),
     8: ("router",),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from nanopd.viz.style import PALETTE, styled
     from nanopd.viz.timeline import draw_steps, draw_timeline, spans
     from nanopd.viz.transfer_timeline import TransferTimelineWidget, draw_transfer_timeline
+    from nanopd.viz.worker_timeline import draw_worker_steps
 
 _HOME = {
     "BlockTableExplorer": "block_explorer",
@@ -39,6 +40,7 @@ _HOME = {
     "draw_steps": "timeline",
     "draw_timeline": "timeline",
     "draw_transfer_timeline": "transfer_timeline",
+    "draw_worker_steps": "worker_timeline",
     "spans": "timeline",
 }
 
@@ -60,6 +62,7 @@ __all__ = [
     "draw_steps",
     "draw_timeline",
     "draw_transfer_timeline",
+    "draw_worker_steps",
     "prefill_work",
     "spans",
     "styled",
