@@ -276,8 +276,7 @@ prefill_at = Exercise(
     solution=prefill_at_solution,
     hints=(
         "First the two ends: before `curve[0]` and behind `curve[-1]`.",
-        "`itertools.pairwise(curve)` gives neighbours. The pair that you need is the first whose right end is not below "
-        "`tpot_ms`.",
+        "`itertools.pairwise(curve)` gives neighbours. You need the first pair whose right end is not below `tpot_ms`.",
         "On the line from (left, low) to (right, high): `low + (high - low) * (tpot_ms - left) / (right - left)`.",
     ),
     mistakes=(
