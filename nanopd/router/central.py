@@ -136,10 +136,10 @@ class CentralScheduler:
         self.desk = OutputDesk()
         self.workers = {worker.name: worker for worker in workers}
         self._check_workers(workers, links)
-        self._links = frozenset(links)
+        self.links = frozenset(links)
         self._tokenizer = tokenizer
-        self._kv_bytes_per_token, self._link_gb_s = kv_bytes_per_token, link_gb_s
-        self._observe = observe
+        self.kv_bytes_per_token, self.link_gb_s = kv_bytes_per_token, link_gb_s
+        self.observe = observe
         self._entries: dict[str, Entry] = {}
         self._backlog = Backlog()
         self._moves = Moves(self.config.lease_s)
@@ -222,7 +222,7 @@ class CentralScheduler:
     def snapshot(self, now: float) -> Snapshot:
         """What a policy may know. O(workers)."""
         alive = tuple(self._snapshot(worker) for worker in self.workers.values() if worker.alive)
-        num_bytes = self._moves.num_tokens * self._kv_bytes_per_token
+        num_bytes = self._moves.num_tokens * self.kv_bytes_per_token
         return Snapshot(
             now=now,
             workers=alive,
@@ -230,8 +230,8 @@ class CentralScheduler:
             backlog_tokens=self._backlog.num_tokens,
             transfers=len(self._moves),
             transfer_bytes=num_bytes,
-            kv_bytes_per_token=self._kv_bytes_per_token,
-            link_gb_s=self._link_gb_s,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            link_gb_s=self.link_gb_s,
         )
 
     def _snapshot(self, worker: Worker) -> WorkerSnapshot:
@@ -520,7 +520,7 @@ class CentralScheduler:
         return [worker for worker in self.workers.values() if worker.role is role and worker.alive]
 
     def _linked(self, prefill: Worker, decode: Worker) -> bool:
-        return prefill.shares_pool_with(decode) or (prefill.name, decode.name) in self._links
+        return prefill.shares_pool_with(decode) or (prefill.name, decode.name) in self.links
 
     def _grant(self, now: float) -> None:
         """Start as many of the backlog, oldest first, as the decode side has room for."""
@@ -629,8 +629,8 @@ class CentralScheduler:
         self._blocked -= names
 
     def _note(self, now: float, kind: str, subject: str, detail: str = "") -> None:
-        if self._observe is not None:
-            self._observe(Event(now, kind, subject, detail))
+        if self.observe is not None:
+            self.observe(Event(now, kind, subject, detail))
 
 
 def _load(worker: Worker) -> tuple[int, int, int]:
