@@ -108,27 +108,28 @@ class DecodeSide(NamedTuple):
     watermark_blocks: int  # to be left free, so that those who run can grow
     block_size: int
     free_seats: int
-    num_waiting: int  # requests of its own that were preempted and want to come back
+    waiting_tokens: int  # of the first request of its own that was preempted and waits to come back; 0: nobody does
     is_empty: bool  # nobody runs here and nothing is reserved
 
 
 def may_start_stub(num_tokens: int, token_limit: int, growth: int, side: DecodeSide) -> bool:
     """Whether a prompt of num_tokens tokens may go to a prefill worker now: the decode side has room for what follows.
 
-    It needs a seat, and nobody may be waiting on the decode side. It needs blocks for the prompt and growth more
-    tokens, but never for more than token_limit in all (prompt and answer together), and the watermark must stay free;
-    if the decode side is empty, the watermark protects nobody and may be used.
+    It needs a seat, and blocks for the prompt and growth more tokens, but never for more than token_limit in all
+    (prompt and answer together). Besides, there must be room for the first of those who wait on the decode side, if
+    anybody does: a seat, and blocks for its tokens. And the watermark must stay free, unless the decode side is empty:
+    then it protects nobody.
     """
     raise NotImplementedError
 
 
 def may_start_solution(num_tokens: int, token_limit: int, growth: int, side: DecodeSide) -> bool:
     """Whether a prompt of num_tokens tokens may go to a prefill worker now."""
-    if side.free_seats < 1 or side.num_waiting > 0:
-        return False
-    blocks = -(-min(num_tokens + growth, token_limit) // side.block_size)
+    seats = 2 if side.waiting_tokens else 1
+    own = -(-min(num_tokens + growth, token_limit) // side.block_size)
+    ahead = -(-side.waiting_tokens // side.block_size)
     spare = 0 if side.is_empty else side.watermark_blocks
-    return blocks + spare <= side.free_blocks
+    return seats <= side.free_seats and own + ahead + spare <= side.free_blocks
 
 
 def _forgets_growth(num_tokens: int, token_limit: int, growth: int, side: DecodeSide) -> bool:
@@ -153,11 +154,11 @@ def _keeps_the_watermark_always(num_tokens: int, token_limit: int, growth: int, 
 
 
 def _forgets_the_seat(num_tokens: int, token_limit: int, growth: int, side: DecodeSide) -> bool:
-    return may_start_solution(num_tokens, token_limit, growth, side._replace(free_seats=1))
+    return may_start_solution(num_tokens, token_limit, growth, side._replace(free_seats=9))
 
 
 def _overtakes(num_tokens: int, token_limit: int, growth: int, side: DecodeSide) -> bool:
-    return may_start_solution(num_tokens, token_limit, growth, side._replace(num_waiting=0))
+    return may_start_solution(num_tokens, token_limit, growth, side._replace(waiting_tokens=0))
 
 
 def _test_may_start(answer: Any, rng: random.Random) -> None:
@@ -165,20 +166,25 @@ def _test_may_start(answer: Any, rng: random.Random) -> None:
         where = f"prompt {num_tokens}, token_limit {limit}, growth {growth}, {side}"
         expect_equal(answer(num_tokens, limit, growth, side), want, where)
 
-    side = DecodeSide(free_blocks=10, watermark_blocks=2, block_size=16, free_seats=3, num_waiting=0, is_empty=False)
+    side = DecodeSide(free_blocks=10, watermark_blocks=2, block_size=16, free_seats=3, waiting_tokens=0, is_empty=False)
     expect(64, 1000, 64, side, True)  # 8 blocks and the watermark: just enough
     expect(65, 1000, 64, side, False)  # one more token, one more block
     expect(120, 124, 64, side, True)  # the answer has 4 tokens: no growth beyond them
     expect(100, 1000, 64, side, False)
     expect(90, 1000, 64, side._replace(is_empty=True), True)
     expect(16, 1000, 64, side._replace(free_seats=0), False)
-    expect(16, 1000, 64, side._replace(num_waiting=1), False)
+    expect(16, 1000, 64, side._replace(waiting_tokens=33), True)  # 5 blocks, 3 for who waits, and the watermark
+    expect(16, 1000, 64, side._replace(waiting_tokens=49), False)
+    expect(16, 1000, 64, side._replace(waiting_tokens=33, free_seats=1), False)
     for _ in range(6):
         num_tokens, growth = rng.randint(1, 200), rng.choice((1, 16, 64))
         limit = num_tokens + rng.randint(1, 100)
         blocks = -(-min(num_tokens + growth, limit) // 16)
         free, empty = max(0, blocks + rng.randint(-1, 4)), rng.random() < 0.4
-        random_side = side._replace(free_blocks=free, is_empty=empty, free_seats=rng.randint(0, 3))
+        waiting = 0 if empty else rng.choice((0, 0, 20))
+        random_side = side._replace(
+            free_blocks=free, is_empty=empty, free_seats=rng.randint(0, 3), waiting_tokens=waiting
+        )
         expect(num_tokens, limit, growth, random_side, may_start_solution(num_tokens, limit, growth, random_side))
 
 
@@ -190,10 +196,10 @@ may_start = Exercise(
     stub=may_start_stub,
     solution=may_start_solution,
     hints=(
-        "Two questions have nothing to do with blocks: is there a seat, and is somebody waiting who was here before?",
+        "Seats first: one for this request, and one more if somebody waits who was here before.",
         "Slots to reserve: `min(num_tokens + growth, token_limit)`. Blocks hold `block_size` slots each, so round up.",
-        "`blocks + spare <= free_blocks`, where `spare` is the watermark, or 0 if the decode side is empty: a prompt "
-        "that fits only without the watermark would otherwise wait for ever.",
+        "`own + ahead + spare <= free_blocks`: `ahead` are the blocks of who waits, `spare` is the watermark, or 0 if "
+        "the decode side is empty: a prompt that fits only without the watermark would otherwise wait for ever.",
     ),
     mistakes=(
         Mistake(_forgets_growth, says="prompt 65, token_limit 1000"),
@@ -202,7 +208,7 @@ may_start = Exercise(
         Mistake(_forgets_the_watermark, says="prompt 65, token_limit 1000"),
         Mistake(_keeps_the_watermark_always, says="prompt 90, token_limit 1000"),
         Mistake(_forgets_the_seat, says="free_seats=0"),
-        Mistake(_overtakes, says="num_waiting=1"),
+        Mistake(_overtakes, says="waiting_tokens=49"),
     ),
 )
 
