@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 from nanopd.engine.outputs import RequestOutput
 from nanopd.engine.plan import SchedulerConfig
@@ -27,7 +28,12 @@ from tests.fake_runner import EOS, VOCAB, FakeRunner, oracle
 
 LAYOUT = LayoutFingerprint("fake", "bfloat16", 4, 2, 1, 8)
 TURNS = 200_000
-ROLES = {"c": CollocatedWorker, "p": PrefillWorker, "d": DecodeWorker}
+ROLES = {
+    "c": CollocatedWorker,
+    "p": PrefillWorker,
+    "d": DecodeWorker,
+    "e": partial(DecodeWorker, takes_prompts=True),
+}
 
 
 class AtRandom:
@@ -60,7 +66,7 @@ def make_workers(
             BlockManager(num_blocks, block_size, enable_prefix_caching=prefix_caching),
             FakeRunner(num_blocks, block_size),
         )
-        if shared_pool and name[0] in "pd":
+        if shared_pool and name[0] in "pde":
             common = pool = common or pool
         workers.append(ROLES[name[0]](name, Scheduler(config, pool[0]), pool[1], LAYOUT))
     return workers

@@ -13,6 +13,8 @@ CLUSTERS = {
     "1P1D": "p0 d0",
     "2P1D": "p0 p1 d0",
     "1P2D": "p0 d0 d1",
+    "decode takes prompts": "p0 e0",
+    "several take prompts": "p0 p1 e0 e1",
     "all roles": "c0 p0 p1 d0 d1",
 }
 SEEDS = range(6)

@@ -45,6 +45,7 @@ class Scheduler:
         self.block_manager = block_manager
         self._queues = Queues()
         self._admission = Admission(config, block_manager, self._queues)
+        self.reserved_seats = 0  # for requests that will be attached: nobody who waits here gets them
         self._in_flight: StepPlan | None = None
         self._ended_in_flight: list[Request] = []  # their blocks are freed when the step has ended
 
@@ -81,8 +82,8 @@ class Scheduler:
 
     @property
     def num_free_seats(self) -> int:
-        """How many more requests may prefill or run: ``max_num_seqs`` less those that do."""
-        return self.config.max_num_seqs - self._queues.num_seated
+        """How many more requests may prefill or run: ``max_num_seqs`` less those that do, less `reserved_seats`."""
+        return self.config.max_num_seqs - self._queues.num_seated - self.reserved_seats
 
     # --- requests come and go --------------------------------------------------------------------------------
 

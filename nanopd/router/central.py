@@ -248,8 +248,9 @@ class CentralScheduler:
             free_blocks=blocks.num_free_blocks,
             total_blocks=blocks.num_blocks,
             block_size=blocks.block_size,
-            free_seats=worker.num_free_seats if isinstance(worker, DecodeWorker) else scheduler.num_free_seats,
+            free_seats=scheduler.num_free_seats,
             step_started=None if step is None else step.start,
+            takes_prompts=worker.serves(Role.COLLOCATED) and worker.role is Role.DECODE,
         )
 
     # --- steps -----------------------------------------------------------------------------------------------
@@ -517,7 +518,7 @@ class CentralScheduler:
         return [(p, d) for p, d in pairs if self._linked(p, d)]
 
     def _alive(self, role: Role) -> list[Worker]:
-        return [worker for worker in self.workers.values() if worker.role is role and worker.alive]
+        return [worker for worker in self.workers.values() if worker.serves(role) and worker.alive]
 
     def _linked(self, prefill: Worker, decode: Worker) -> bool:
         return prefill.shares_pool_with(decode) or (prefill.name, decode.name) in self.links
@@ -637,6 +638,4 @@ def _load(worker: Worker) -> tuple[int, int, int]:
     """Least loaded first: tokens to compute, requests, then the fuller pool."""
     scheduler = worker.scheduler
     num_requests = scheduler.config.max_num_seqs - scheduler.num_free_seats + len(scheduler.waiting)
-    if isinstance(worker, DecodeWorker):
-        num_requests += len(worker.reserved)
     return scheduler.uncomputed_tokens, num_requests, -worker.block_manager.num_free_blocks

@@ -120,7 +120,7 @@ class Moves:
         if reservation is None:
             return
         reservation.abandoned = True
-        reservation.worker.reserved.pop(entry.request.request_id, None)
+        reservation.worker.forget(entry.request.request_id)
         self._free_if_idle(reservation)
 
     def _free_if_idle(self, reservation: Reservation) -> None:

@@ -24,6 +24,7 @@ class WorkerSnapshot:
     free_seats: int  # a decode worker's reservations count as taken
     step_started: float | None  # when the step in flight began, by the driver's clock
     pending_tokens: int = 0  # of requests reserved here and still in prefill elsewhere, not counted above
+    takes_prompts: bool = False  # a decode worker that also serves collocated requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,4 +41,6 @@ class Snapshot:
     link_gb_s: float | None  # None: no copy (shared pool)
 
     def of(self, role: Role) -> tuple[WorkerSnapshot, ...]:
-        return tuple(worker for worker in self.workers if worker.role is role)
+        """Workers to which requests that need this role can go."""
+        both = role is Role.COLLOCATED
+        return tuple(worker for worker in self.workers if worker.role is role or (both and worker.takes_prompts))

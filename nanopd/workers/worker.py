@@ -19,7 +19,7 @@ from typing import Any
 
 from nanopd.engine.request import Request
 from nanopd.engine.scheduler import Scheduler
-from nanopd.errors import ConfigError, OutOfBlocksError, UnknownRequestError
+from nanopd.errors import ConfigError, UnknownRequestError
 from nanopd.kv.block_manager import BlockLease, BlockManager, BlockTable
 from nanopd.kv.fingerprint import LayoutFingerprint
 
@@ -71,6 +71,10 @@ class Worker:
     def block_manager(self) -> BlockManager:
         return self.scheduler.block_manager
 
+    def serves(self, role: Role) -> bool:
+        """Whether requests that need a worker of this role can come here."""
+        return self.role is role
+
     def shares_pool_with(self, other: Worker) -> bool:
         """Whether a block id means the same memory to both."""
         return self.block_manager is other.block_manager
@@ -121,45 +125,54 @@ class DecodeWorker(Worker):
     """Continuous batching of requests whose prompt was computed elsewhere.
 
     A reservation is a seat and blocks, taken before the prefill starts, so that whoever has been prefilled can run.
+
+    Args:
+        takes_prompts: also computes prompts itself, in chunks beside its decodes, for requests that are routed to be
+            collocated. All decodes then share one batch, whichever way they came.
+        others: as for `Worker`.
     """
 
     role = Role.DECODE
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, takes_prompts: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.takes_prompts = takes_prompts
         self.reserved: dict[str, BlockTable | None] = {}  # by request id, a seat each; None: the table was lent
+
+    def serves(self, role: Role) -> bool:
+        return role is Role.DECODE or (role is Role.COLLOCATED and self.takes_prompts)
 
     def check(self, request: Request) -> None:
         self.scheduler.check_attachable(request)
 
-    @property
-    def num_free_seats(self) -> int:
-        return self.scheduler.num_free_seats - len(self.reserved)
-
     def reserve(self, request: Request, growth: int) -> BlockTable | None:
         """Blocks for all of the request's tokens and ``growth`` more, cached prefix included, and a seat.
 
-        None if there is no room now, or if requests of its own wait here: those would have to preempt the newcomer.
+        None if there is no room now, or none besides for the first of those who wait here: it would have to preempt
+        the newcomer.
         Raises DuplicateRequestError or PromptTooLongError if the request can never run here.
         """
         self.check(request)
-        if self.num_free_seats < 1 or self.scheduler.waiting:
+        blocks, waiting = self.block_manager, self.scheduler.waiting
+        ahead = blocks.blocks_needed(None, waiting[0].num_tokens) if waiting else 0
+        if self.scheduler.num_free_seats < 1 + bool(waiting):
             return None
-        blocks = self.block_manager
         table = blocks.match_prefix(request.all_token_ids)
         most = min(request.num_tokens + max(growth, 1), request.token_limit, self.scheduler.config.max_model_len)
         slots = max(most, request.num_tokens) - table.num_tokens
-        if not blocks.can_append(table, slots, keep_watermark=True) and not self._fits_alone(table, slots):
+        reserve = ahead if self._is_empty else ahead + blocks.watermark_blocks
+        if blocks.blocks_needed(table, slots) + reserve > blocks.num_free_blocks:
             blocks.free(table)
             return None
         blocks.append_slots(table, slots)  # no copy: whole cached blocks only
         self.reserved[request.request_id] = table
+        self.scheduler.reserved_seats += 1
         return table
 
-    def _fits_alone(self, table: BlockTable, slots: int) -> bool:
+    @property
+    def _is_empty(self) -> bool:
         """With nobody here to protect, the watermark would only lock out a large prompt."""
-        nobody = not self.reserved and self.scheduler.num_free_seats == self.scheduler.config.max_num_seqs
-        return nobody and self.block_manager.can_append(table, slots)
+        return self.scheduler.num_free_seats == self.scheduler.config.max_num_seqs
 
     def lend(self, request: Request) -> None:
         """In a shared pool: let the prefill write to the reserved blocks, as ``request.table``."""
@@ -167,9 +180,7 @@ class DecodeWorker(Worker):
 
     def take_over(self, request: Request, now: float) -> None:
         """Run a request whose KV is in the blocks reserved for it. It is detached from its prefill worker."""
-        if request.request_id not in self.reserved:
-            raise UnknownRequestError(f"request {request.request_id!r} has no reservation on {self.name}")
-        table = self.reserved.pop(request.request_id)
+        table = self.forget(request.request_id)
         if table is not None:
             computed = request.num_computed_tokens
             if table.num_committed < computed:
@@ -177,16 +188,12 @@ class DecodeWorker(Worker):
             request.table = table
         self.scheduler.attach(request, now)
 
-    def release(self, request_id: str) -> None:
-        """Give a reservation back. Only when nothing writes to its blocks any more."""
-        table = self.reserved.pop(request_id)
-        if table is not None:
-            self.block_manager.free(table)
+    def forget(self, request_id: str) -> BlockTable | None:
+        """Give the seat of a reservation back. Its table is the caller's, to free once nothing writes to it any more.
 
-
-def check_pool(worker: Worker) -> None:
-    """Raise OutOfBlocksError unless every block of an idle worker's pool is free: nothing leaked."""
-    blocks = worker.block_manager
-    if blocks.num_free_blocks != blocks.num_blocks:
-        held = blocks.num_blocks - blocks.num_free_blocks
-        raise OutOfBlocksError(f"{held} of {blocks.num_blocks} blocks of {worker.name} are held by nobody")
+        None: the table was lent, and is the request's. Raises UnknownRequestError if there is no reservation.
+        """
+        if request_id not in self.reserved:
+            raise UnknownRequestError(f"request {request_id!r} has no reservation on {self.name}")
+        self.scheduler.reserved_seats -= 1
+        return self.reserved.pop(request_id)
