@@ -35,9 +35,8 @@ PIECES = [1, 3 * BLOCK_BYTES, 1 << 20]  # a block at a time; some blocks; severa
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
-    before = set(threading.enumerate())
     yield
-    assert set(threading.enumerate()) <= before
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("link: ")] == []
 
 
 @pytest.mark.parametrize("layered", [False, True], ids=["whole", "layered"])
@@ -126,6 +125,33 @@ def test_pieces_cover_everything_once(first: int, count: int, blocks: int, block
     for piece in pieces:
         size = len(piece.layers) * len(piece.blocks) * block_bytes
         assert size <= most or (len(piece.layers), len(piece.blocks)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("least", "jobs"),
+    [
+        (1, [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]),
+        (2, [(0, 2), (2, 4), (4, 5)]),
+        (3, [(0, 3), (3, 5)]),
+        (9, [(0, 5)]),
+    ],
+    ids=str,
+)
+def test_small_layers_leave_together(least: int, jobs: list[tuple[int, int]]) -> None:
+    source, destination = pool(8, 1), pool(8, 2)
+    sent, before = bits(source), bits(destination)
+    h = random_handoff(source, destination, 4, seed=1)
+    with link_of(SameDeviceLink, source, destination, least_bytes=least * 4 * BLOCK_BYTES) as link:
+        transfer = link.open(h)
+        for layer in range(LAYERS):
+            transfer.send_layer(layer)
+        assert transfer.wait(20)
+        assert [(moved.piece.layers.start, moved.piece.layers.stop) for moved in transfer.moved] == jobs
+        rest = link.open(h)
+        rest.send_layer(0)
+        rest.send_rest()
+        assert rest.wait(20)
+    assert torch.equal(bits(destination), expected(before, sent, h))
 
 
 def test_copies_run_in_the_links_thread() -> None:

@@ -23,6 +23,7 @@ from nanopd.transfer.queued import Moved, QueuedLink, QueuedTransfer
 from nanopd.transfer.streams import Stream, enter, mark, new_stream, refuse_foreign
 
 PIECE_BYTES = 8 << 20
+LEAST_BYTES = 2 << 20  # what travels while the host enqueues one piece; layers of short prompts leave together
 DEPTH = 4  # buffers of that size between two stages
 WINDOW = 32  # pieces enqueued ahead: enough to keep a GPU busy, few enough to cancel and to leave its queues room
 
@@ -61,6 +62,7 @@ class CacheLink(QueuedLink):
         transfer_stream, receive_stream: where the kernels of this link run on the source's and the destination's
             device, such as streams of an SM partition; None: streams of its own.
         piece_bytes: size of a staging buffer. Every pair of neighbouring stages has ``depth`` of them.
+        least_bytes: layers that are sent one by one leave once they are so many bytes.
 
     Raises LayoutMismatchError if the pools differ in layout, ConfigError for a size or stream that does not fit.
     """
@@ -79,6 +81,7 @@ class CacheLink(QueuedLink):
         receive_stream: Stream = None,
         piece_bytes: int = PIECE_BYTES,
         depth: int = DEPTH,
+        least_bytes: int = LEAST_BYTES,
     ) -> None:
         refuse_differences(source.fingerprint(), destination.fingerprint(), self.path)
         if source.device.type != destination.device.type:
@@ -92,7 +95,7 @@ class CacheLink(QueuedLink):
         self.source, self.destination = source, destination
         self.source_ops, self.destination_ops = source_ops, destination_ops
         self.source_stream = source_stream
-        self.piece_bytes, self.depth = piece_bytes, depth
+        self.piece_bytes, self.depth, self.least_bytes = piece_bytes, depth, least_bytes
         self._block_bytes = source.bytes_per_block // source.num_layers
         self._in_flight: deque[Mark] = deque()
         sending = transfer_stream or new_stream(source.device, urgent=True)

@@ -49,7 +49,8 @@ class QueuedTransfer(Transfer):
         self.handoff, self.path, self.bytes = handoff, link.path, num_bytes
         self.moved: list[Moved] = []  # in order
         self.state: Any = None  # what the link keeps for it between its pieces
-        self.layers_sent = 0
+        self.layers_sent = 0  # by the caller
+        self.layers_queued = 0
         self.layers_moved = 0
         self.busy = False  # the link's thread is at it
         self.last: Mark | None = None  # done once all that was enqueued for it is
@@ -61,10 +62,14 @@ class QueuedTransfer(Transfer):
             return
         if layer != self.layers_sent:
             raise TransferError(f"{self.handoff}: layer {layer} was sent, layer {self.layers_sent} is next")
-        self._link.submit(self, range(layer, layer + 1))
+        self.layers_sent += 1
+        num_layers, waiting = self._link.layout.num_layers, self.layers_sent - self.layers_queued
+        enough = waiting * self.bytes >= max(1, self._link.least_bytes) * num_layers
+        if enough or self.layers_sent == num_layers:
+            self._link.submit(self, range(self.layers_queued, self.layers_sent))
 
     def send_rest(self) -> None:
-        self.send_layers(range(self.layers_sent, self._link.layout.num_layers))
+        self.send_layers(range(self.layers_queued, self._link.layout.num_layers))
 
     def send_layers(self, layers: range, ready: Mark | None = None) -> None:
         """The next layers, which may move once ``ready`` is done (None: what the source stream was given so far)."""
@@ -128,6 +133,7 @@ class QueuedLink(Link):
     A piece that raises fails its transfer, with the reason; the link goes on with the next one.
     """
 
+    least_bytes = 0  # layers sent one by one are queued once there are so many bytes of them
     CLOSE_SECONDS = 30.0  # a link that has not stopped by then is reported rather than waited for
 
     def __init__(
@@ -190,7 +196,7 @@ class QueuedLink(Link):
         with self.changed:
             if not transfer.stopped:
                 self._queue.append(Job(transfer, layers, ready))
-                transfer.layers_sent = layers.stop
+                transfer.layers_sent = transfer.layers_queued = layers.stop
                 self.changed.notify_all()
 
     def stop(self, transfer: QueuedTransfer, error: TransferError) -> None:
@@ -204,7 +210,7 @@ class QueuedLink(Link):
         with self.changed:
             self.closed = True
             self.changed.notify_all()
-            unsent = [t for t in self._open if t.layers_sent < self.layout.num_layers and not t.stopped]
+            unsent = [t for t in self._open if t.layers_queued < self.layout.num_layers and not t.stopped]
         for transfer in unsent:
             self.stop(transfer, TransferError(f"{transfer.handoff}: the link ({self.path}) was closed under way"))
         self._thread.join(self.CLOSE_SECONDS)
