@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from nanopd.viz.block_explorer import BlockTableExplorer
     from nanopd.viz.block_table import draw_pool
     from nanopd.viz.cost_model import LabelledStep, draw_analytical_fits, draw_predictions, draw_step_terms
+    from nanopd.viz.frontier import draw_frontier, draw_frontiers
     from nanopd.viz.roofline import RooflinePoint, Work, decode_work, draw_roofline, prefill_work
     from nanopd.viz.roofline_explorer import RooflineExplorer
     from nanopd.viz.step_timeline import StepTimeline
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 _HOME = {
     "BlockTableExplorer": "block_explorer",
     "draw_pool": "block_table",
+    "draw_frontier": "frontier",
+    "draw_frontiers": "frontier",
     "LabelledStep": "cost_model",
     "draw_analytical_fits": "cost_model",
     "draw_predictions": "cost_model",
@@ -55,6 +58,8 @@ __all__ = [
     "Work",
     "decode_work",
     "draw_analytical_fits",
+    "draw_frontier",
+    "draw_frontiers",
     "draw_pool",
     "draw_predictions",
     "draw_roofline",
