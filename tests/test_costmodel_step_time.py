@@ -183,7 +183,8 @@ def test_nnls_finds_the_best_of_all_active_sets(seed: int, n: int, m: int) -> No
     target = rng.normal(size=m)
     x = nnls(matrix, target)
     assert (x >= 0).all()
-    assert ((matrix @ x - target) ** 2).sum() == pytest.approx(brute_force(matrix, target), rel=1e-7, abs=1e-12)
+    # No worse than the best set: any x >= 0 is an upper bound of the minimum, and so is what brute force finds.
+    assert ((matrix @ x - target) ** 2).sum() <= brute_force(matrix, target) * (1 + 1e-7) + 1e-12
 
 
 def test_nnls_gives_a_column_of_zeros_nothing() -> None:
@@ -220,11 +221,11 @@ def test_a_roofline_is_within_reach_of_the_form() -> None:
 def test_a_few_steps_that_somebody_held_up_do_not_bend_the_model() -> None:
     clean = points(TRUE, 160, noise=0.02)
     rng = random.Random(1)
-    held_up = [replace(p, ms=p.ms * 20) if rng.random() < 0.06 else p for p in clean]
+    held_up = [replace(p, ms=p.ms * rng.choice([2, 20])) if rng.random() < 0.12 else p for p in clean]
     assert held_up != clean
-    fit = fit_step_time([replace(p, held_out=False) for p in held_up], holdout=0)
-    errors = [abs(fit.model.step_ms(p.features) / TRUE.step_ms(p.features) - 1) for p in clean]
-    assert np.median(errors) < 0.03
+    fit = fit_step_time(held_up, holdout=0)
+    errors = [fit.model.step_ms(p.features) / TRUE.step_ms(p.features) - 1 for p in clean]
+    assert np.median(np.abs(errors)) < 0.02 and abs(np.mean(errors)) < 0.02
 
 
 def test_held_out_points_are_not_fitted_to() -> None:
