@@ -100,6 +100,8 @@ def test_graphs_stay_in_the_partition_that_they_were_captured_in(
     for partition, replayed_in in ((first, first), (second, second), (first, second)):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(partition.stream):
+            where(1, 32, torch.zeros_like(seen), 1)  # loads the code there, which capture forbids
+            partition.stream.synchronize()
             graph.capture_begin(capture_error_mode="thread_local")
             where(600, 256, seen, FEW)
             graph.capture_end()
