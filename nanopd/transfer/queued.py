@@ -234,12 +234,14 @@ class QueuedLink(Link):
     def _take(self) -> Job | None:
         """The next job, once there is one; None when the link was closed and nothing is left."""
         with self.changed:
-            self.changed.wait_for(lambda: self._queue or self.closed)
-            if not self._queue:
-                return None
-            job = self._queue.popleft()
-            job.transfer.busy = True
-            return job
+            while True:
+                self.changed.wait_for(lambda: self._queue or self.closed)
+                if not self._queue:
+                    return None
+                job = self._queue.popleft()
+                if not job.transfer.stopped:  # or it would be busy once more after it was done
+                    job.transfer.busy = True
+                    return job
 
     def _carry_out(self, job: Job) -> None:
         transfer = job.transfer
