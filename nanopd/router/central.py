@@ -12,8 +12,6 @@ can run. No step of one worker ever waits for a step of another.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from nanopd.engine.desk import OutputDesk
 from nanopd.engine.detokenizer import Tokenizer
@@ -21,12 +19,10 @@ from nanopd.engine.jobs import Job, OutputCallback
 from nanopd.engine.plan import StepPlan
 from nanopd.engine.request import FinishReason, Request, RequestState, Stamp
 from nanopd.errors import (
-    ConfigError,
     DuplicateRequestError,
     InvalidRequestError,
     LeaseExpiredError,
     NonFiniteLogitsError,
-    NoWorkerError,
     OutOfBlocksError,
     OverloadedError,
     StepFailedError,
@@ -36,72 +32,13 @@ from nanopd.errors import (
 from nanopd.router.decision import Path, Policy
 from nanopd.router.entry import Backlog, Entry, Stage
 from nanopd.router.moves import Moves
+from nanopd.router.records import CentralConfig, Event, Predictor, WorkerStep
+from nanopd.router.roster import Roster, load_of
 from nanopd.router.snapshot import Snapshot, WorkerSnapshot
 from nanopd.transfer.handoff import Handoff
-from nanopd.workers.worker import DecodeWorker, PrefillWorker, Role, Worker
+from nanopd.workers.worker import PrefillWorker, Role, Worker
 
-
-@dataclass(frozen=True)
-class CentralConfig:
-    """Limits.
-
-    * ``growth_tokens``: KV slots that a decode worker reserves beyond the prompt. More of them, fewer preemptions.
-    * ``prefill_ahead_tokens``: requests are granted a reservation only while the prefill worker has fewer tokens than
-      this to compute, so that blocks are not held for those who must still wait for long.
-    * ``lease_s``: seconds after which a transfer counts as lost.
-    * ``max_retries``: how often a request is computed anew after a failure that is not its own.
-    * ``max_failed_steps``: a worker that fails this many steps in a row is given up.
-    * ``max_unfinished``: requests beyond it are refused; None for no limit.
-    * ``stream_layers``: send each prefill chunk's KV layer by layer while the step still computes.
-
-    Raises ConfigError.
-    """
-
-    growth_tokens: int = 64
-    prefill_ahead_tokens: int = 8192
-    lease_s: float = 30.0
-    max_retries: int = 2
-    max_failed_steps: int = 3
-    max_unfinished: int | None = None
-    stream_layers: bool = True
-
-    def __post_init__(self) -> None:
-        least = {"growth_tokens": 0, "prefill_ahead_tokens": 1, "max_retries": 0, "max_failed_steps": 1}
-        if self.max_unfinished is not None:
-            least["max_unfinished"] = 1
-        for name, limit in least.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < limit:
-                raise ConfigError(f"{name} must be an int >= {limit}, got {value!r}")
-        if not isinstance(self.lease_s, (int, float)) or not self.lease_s > 0:
-            raise ConfigError(f"lease_s must be a number of seconds > 0, got {self.lease_s!r}")
-
-
-@dataclass(slots=True)
-class WorkerStep:
-    """What a worker is to do next: the plan, and handoffs to stream while it runs."""
-
-    worker: Worker
-    plan: StepPlan
-    start: float
-    handoffs: list[Handoff] = field(default_factory=list)
-
-
-class Predictor(Protocol):
-    """Guesses output lengths; see ``nanopd.router.predictor``."""
-
-    def predict(self, request: Request) -> float: ...
-    def observe(self, request: Request) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One decision or change, for logs and for comparing a simulation with the run that it repeats."""
-
-    time: float
-    kind: str  # routed, granted, step, handoff, arrived, retried, expired, worker_failed, finished
-    subject: str  # request or worker
-    detail: str = ""
+__all__ = ["CentralConfig", "CentralScheduler", "Event", "Predictor", "WorkerStep"]
 
 
 class CentralScheduler:
@@ -134,9 +71,9 @@ class CentralScheduler:
         self.policy = policy
         self.predictor = predictor
         self.desk = OutputDesk()
-        self.workers = {worker.name: worker for worker in workers}
-        self._check_workers(workers, links)
-        self.links = frozenset(links)
+        self._roster = Roster(workers, links)
+        self.workers = self._roster.workers
+        self.links = self._roster.links
         self._tokenizer = tokenizer
         self.kv_bytes_per_token, self.link_gb_s = kv_bytes_per_token, link_gb_s
         self.observe = observe
@@ -150,19 +87,6 @@ class CentralScheduler:
         self._steps: dict[str, WorkerStep] = {}  # in flight, by worker
         self._failed_steps = dict.fromkeys(self.workers, 0)  # in a row
         self._kv_tokens_read = dict.fromkeys(self.workers, 0)  # by the last step's decodes
-
-    def _check_workers(self, workers: Sequence[Worker], links: Collection[tuple[str, str]]) -> None:
-        if not workers:
-            raise ConfigError("at least one worker is needed, got none")
-        if len(self.workers) != len(workers):
-            raise ConfigError(f"worker names must be unique, got {sorted(worker.name for worker in workers)}")
-        for source, destination in links:
-            for name in (source, destination):
-                if name not in self.workers:
-                    raise ConfigError(f"a link names worker {name!r}; there are {sorted(self.workers)}")
-            mine, theirs = self.workers[source].fingerprint, self.workers[destination].fingerprint
-            if mine.differences(theirs):
-                raise ConfigError(f"{source} and {destination} differ in layout: {'; '.join(mine.differences(theirs))}")
 
     # --- requests --------------------------------------------------------------------------------------------
 
@@ -195,7 +119,7 @@ class CentralScheduler:
             )
         predicted = None if self.predictor is None else self.predictor.predict(first)
         decision = self.policy.decide(first, self.snapshot(now), predicted)
-        path = self._possible_path(first, decision.path)
+        path = self._roster.possible_path(first, decision.path)
         self.desk.open(Job(prompt, sequences, self._tokenizer, stream=stream, on_output=on_output))
         for request in sequences:
             entry = Entry(request, decision, path, Stage.BACKLOG)
@@ -286,7 +210,7 @@ class CentralScheduler:
         One scheduler never gets there alone, see its invariants; nor does a prefill worker, whose requests have all
         their blocks beforehand.
         """
-        pool = [other for other in self.workers.values() if other.alive and other.shares_pool_with(worker)]
+        pool = [other for other in self._roster.pool_of(worker) if other.alive]
         holders = [other for other in pool if other.scheduler.prefilling or other.scheduler.running]
         if worker in holders:
             self._blocked.add(worker.name)
@@ -296,7 +220,7 @@ class CentralScheduler:
 
     def _let_go_of_latest(self, worker: Worker, now: float) -> None:
         """The latest arrival that holds blocks of this pool starts over, elsewhere or when there is room."""
-        pool = [other for other in self.workers.values() if other.shares_pool_with(worker)]
+        pool = self._roster.pool_of(worker)
         seated = [request for other in pool for request in (*other.scheduler.prefilling, *other.scheduler.running)]
         latest = max(seated, key=lambda request: (request.arrival_time, request.request_id))
         error = OutOfBlocksError(f"the pool of {worker.name} has no block left for {len(seated)} requests")
@@ -469,7 +393,7 @@ class CentralScheduler:
     def _place(self, entry: Entry, now: float) -> None:
         """Queue an entry that is nowhere on its path; on the other one if its own is closed for good."""
         try:
-            entry.path = self._possible_path(entry.request, entry.path)
+            entry.path = self._roster.possible_path(entry.request, entry.path)
         except InvalidRequestError as error:
             message = f"no worker is left for request {entry.request.request_id!r}: {error}"
             self._finish(entry, FinishReason.FAILED, now, WorkerFailedError(message))
@@ -478,50 +402,10 @@ class CentralScheduler:
             entry.stage = Stage.BACKLOG
             self._backlog.append(entry)
             return
-        worker = min(self._alive(Role.COLLOCATED), key=_load)
+        worker = min(self._roster.alive(Role.COLLOCATED), key=load_of)
         worker.add(entry.request, now)
         entry.stage, entry.worker = Stage.WORKER, worker
         self._awake.add(worker.name)
-
-    def _possible_path(self, request: Request, wanted: Path) -> Path:
-        """``wanted``, or the other path if no worker of that one can ever take the request.
-
-        Raises what the workers of the wanted path raise, or NoWorkerError.
-        """
-        problem: InvalidRequestError | None = None
-        for path in (wanted, *(path for path in Path if path is not wanted)):
-            try:
-                self._check_path(request, path)
-                return path
-            except InvalidRequestError as error:
-                problem = error if problem is None or isinstance(problem, NoWorkerError) else problem
-        assert problem is not None
-        raise problem
-
-    def _check_path(self, request: Request, path: Path) -> None:
-        """Raise an InvalidRequestError if nobody on this path can ever take the request."""
-        problem: InvalidRequestError | None = None
-        for worker, other in self._routes(path):
-            try:
-                worker.check(request)
-                if other is not None:
-                    other.check(request)
-                return
-            except InvalidRequestError as error:
-                problem = error
-        raise problem or NoWorkerError(f"no {path.value} worker is alive for request {request.request_id!r}")
-
-    def _routes(self, path: Path) -> list[tuple[Worker, Worker | None]]:
-        if path is Path.COLLOCATED:
-            return [(worker, None) for worker in self._alive(Role.COLLOCATED)]
-        pairs = [(p, d) for p in self._alive(Role.PREFILL) for d in self._alive(Role.DECODE)]
-        return [(p, d) for p, d in pairs if self._linked(p, d)]
-
-    def _alive(self, role: Role) -> list[Worker]:
-        return [worker for worker in self.workers.values() if worker.serves(role) and worker.alive]
-
-    def _linked(self, prefill: Worker, decode: Worker) -> bool:
-        return prefill.shares_pool_with(decode) or (prefill.name, decode.name) in self.links
 
     def _grant(self, now: float) -> None:
         """Start as many of the backlog, oldest first, as the decode side has room for."""
@@ -535,18 +419,16 @@ class CentralScheduler:
 
     def _reserve(self, entry: Entry) -> bool:
         """Reserve for ``entry`` on the decode worker with the most free blocks that takes it."""
-        routes = self._routes(Path.DISAGGREGATED)
-        prefills = {p.name: p for p, _ in routes if p.scheduler.uncomputed_tokens < self.config.prefill_ahead_tokens}
-        for prefill in sorted(prefills.values(), key=_load):
-            decodes = [d for p, d in routes if p is prefill]
-            for decode in sorted(decodes, key=_load):
-                assert isinstance(prefill, PrefillWorker) and isinstance(decode, DecodeWorker)
-                try:
-                    if self._moves.reserve(entry, prefill, decode, self.config.growth_tokens):
-                        entry.worker = prefill
-                        return True
-                except InvalidRequestError:
-                    continue  # too long for this one, not for all: `submit` has checked
+        ahead, growth = self.config.prefill_ahead_tokens, self.config.growth_tokens
+        for prefill, decode in sorted(self._roster.pairs(), key=lambda pair: (*load_of(pair[0]), *load_of(pair[1]))):
+            if prefill.scheduler.uncomputed_tokens >= ahead:
+                return False  # it has the least of all
+            try:
+                if self._moves.reserve(entry, prefill, decode, growth):
+                    entry.worker = prefill
+                    return True
+            except InvalidRequestError:
+                continue  # too long for this one, not for all: `submit` has checked
         return False
 
     def _hand_over(self, entry: Entry, prefill: PrefillWorker, now: float) -> None:
@@ -598,7 +480,7 @@ class CentralScheduler:
             request.num_computed_tokens = 0
         request.hand_off = False
         entry.worker = None
-        if self._alive(Role.COLLOCATED) and entry.path is Path.DISAGGREGATED:
+        if self._roster.alive(Role.COLLOCATED) and entry.path is Path.DISAGGREGATED:
             entry.path = Path.COLLOCATED  # no second transfer
         self._place(entry, now)
 
@@ -625,17 +507,10 @@ class CentralScheduler:
 
     def _wake_pool(self, worker: Worker) -> None:
         """Blocks or seats were given back: everybody who takes from this pool may be able to go on."""
-        names = {other.name for other in self.workers.values() if other.shares_pool_with(worker)}
+        names = {other.name for other in self._roster.pool_of(worker)}
         self._awake |= names
         self._blocked -= names
 
     def _note(self, now: float, kind: str, subject: str, detail: str = "") -> None:
         if self.observe is not None:
             self.observe(Event(now, kind, subject, detail))
-
-
-def _load(worker: Worker) -> tuple[int, int, int]:
-    """Least loaded first: tokens to compute, requests, then the fuller pool."""
-    scheduler = worker.scheduler
-    num_requests = scheduler.config.max_num_seqs - scheduler.num_free_seats + len(scheduler.waiting)
-    return scheduler.uncomputed_tokens, num_requests, -worker.block_manager.num_free_blocks

@@ -317,8 +317,7 @@ class Server:
         try:
             if step.handoffs:
                 transfers = self._open(step.handoffs)
-                pending = runner.launch(step.plan, lambda layer: [t.send_layer(layer) for t in transfers])
-                tokens = pending.wait()
+                tokens = runner.launch(step.plan, lambda layer: _send_layer(transfers, layer)).wait()
             else:
                 tokens = runner.execute(step.plan)
         except Exception as raised:
@@ -440,6 +439,11 @@ def make_sequences(
         )
         for index, name in enumerate(names)
     ]
+
+
+def _send_layer(transfers: Sequence[Transfer], layer: int) -> None:
+    for transfer in transfers:
+        transfer.send_layer(layer)
 
 
 def _slowest_gb_s(links: Collection[Link]) -> float | None:
