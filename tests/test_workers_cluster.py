@@ -22,7 +22,6 @@ from nanopd.model import LoadedModel
 from nanopd.transfer import Handoff
 from nanopd.workers import Cluster, DecodeWorker, DeviceSpec, PrefillWorker, Role, Worker
 from nanopd.workers.affinity import can_bind
-from nanopd.workers.worker import check_pool
 
 SMALL: dict[str, Any] = {
     "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256, "use_tqdm": False,
@@ -49,8 +48,8 @@ def serve_apart(cluster: Cluster, requests: list[Request]) -> None:
         for request in list(prefill.scheduler.transferring.values()):
             hand_over(cluster, prefill, decode, request, next(ids))
         step(decode)
-    check_pool(prefill)
-    check_pool(decode)
+    for worker in (prefill, decode):
+        assert worker.block_manager.num_free_blocks == worker.block_manager.num_blocks, worker
 
 
 def hand_over(cluster: Cluster, prefill: PrefillWorker, decode: DecodeWorker, request: Request, number: int) -> None:
@@ -176,9 +175,10 @@ def test_a_worker_takes_its_thread_to_its_cores(tiny: LoadedModel) -> None:
         assert seen == [(f"cpu, core {core}", {core}, 1), ("cpu", os.sched_getaffinity(0), threads)]
 
 
-def test_closing_lets_go_of_the_pool_and_may_be_repeated(tiny: LoadedModel) -> None:
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "separate"])
+def test_closing_lets_go_of_the_pool_and_may_be_repeated(tiny: LoadedModel, shared: bool) -> None:
     before = threading.active_count()
-    cluster = Cluster.build(tiny, **APART, **SMALL, shared_pool=False)
+    cluster = Cluster.build(tiny, **APART, **SMALL, shared_pool=shared)
     pools = [weakref.ref(w.runner.kv_cache.tensor) for w in cluster.workers]
     cluster.close()
     cluster.close()

@@ -22,7 +22,6 @@ from nanopd.workers.frontier import measure_frontier, split_name
 from nanopd.workers.gil import switch_interval
 from nanopd.workers.loads import Decodes, Load, Prompts, Step, gaps_ms, prefill_rate, run_together
 from nanopd.workers.measured import Sizes, cpu_sizes
-from nanopd.workers.worker import check_pool
 
 SIZES = Sizes(
     states=((3, 64),), chunks=(8, 32), splits=(("cpu/cores=0", "cpu/cores=1"),), whole="cpu", prompt=32, seconds=0.05,
@@ -136,7 +135,7 @@ def test_decodes_stay_near_their_context(worker: Worker) -> None:
     assert [i for i, step in enumerate(load.steps) if step.fresh] == [0, 10, 20, 30]
     assert abs(np.mean(window) - 80) <= 0.5
     load.clear()
-    check_pool(worker)
+    assert worker.block_manager.num_free_blocks == worker.block_manager.num_blocks
 
 
 def test_prompts_never_run_out_and_chunks_follow_each_other(worker: Worker) -> None:
@@ -151,7 +150,7 @@ def test_prompts_never_run_out_and_chunks_follow_each_other(worker: Worker) -> N
         assert chunks[0][0] == 0 and sum(n for _, n in chunks) == 50
         assert all(a + n == b for (a, n), (b, _) in itertools.pairwise(chunks))
     load.clear()
-    check_pool(worker)
+    assert worker.block_manager.num_free_blocks == worker.block_manager.num_blocks
 
 
 def test_an_error_in_a_thread_reaches_the_caller_and_everything_ends(worker: Worker) -> None:

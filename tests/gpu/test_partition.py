@@ -292,6 +292,17 @@ def test_steps_in_partitions_compute_the_same(tiny: LoadedModel) -> None:
             torch.testing.assert_close(logits_of(apart["decode"], 7, 0), decode, rtol=0.05, atol=0.05)
 
 
+def test_weights_are_copied_to_devices_that_do_not_have_them() -> None:
+    here = load_model("dummy:tiny", device="cpu", dtype="bfloat16")
+    with Cluster.build(here, collocated=["cuda:0", "cpu"], **SMALL) as cluster:
+        there, same = (worker.runner.model.weights for worker in cluster.workers)
+        assert same is here.model.weights
+        assert there.layers[1].gate_up.device == torch.device("cuda", 0)
+        for name in ("qkv", "attn_out", "gate_up", "down", "mlp_norm"):
+            assert torch.equal(getattr(there.layers[1], name).cpu(), getattr(same.layers[1], name))
+        assert there.lm_head is there.embedding and torch.equal(there.lm_head.cpu(), same.lm_head)
+
+
 def test_two_workers_at_once_do_not_disturb_each_other(tiny: LoadedModel) -> None:
     """Decode graphs replayed in one partition while the other prefills, both in threads: results as when alone."""
     first, second = divided()
