@@ -7,11 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanopd.errors import ConfigError
-from nanopd.workers.partition import plan_split
+from nanopd.errors import ConfigError, CudaUnavailableError
+from nanopd.workers.partition import partition_device, plan_split, split_sms
 from nanopd.workers.pools import placements, plan_pools
 from nanopd.workers.spec import DeviceSpec, check_specs, parse_devices
 from nanopd.workers.worker import Role
@@ -189,6 +190,53 @@ def test_a_plan_uses_each_sm_once_and_whatever_the_plan_refuses_has_none() -> No
         whole = [size for size in plan if size is not None]
         assert all(size % group == 0 for size in whole)
         assert [size or total - sum(whole) for size in plan][:2] == list(counts)
+
+
+class FakeSms:
+    """SMs as cuda.core hands them out: a set of numbers, split by one of the driver's two calls."""
+
+    def __init__(self, sms: list[int], *, structured: bool, most_groups: int = 99) -> None:
+        self.sms, self.structured, self.most_groups = sms, structured, most_groups
+
+    @property
+    def sm_count(self) -> int:
+        return len(self.sms)
+
+    def split(self, options: list[int]) -> tuple[list[FakeSms], FakeSms]:
+        if not self.structured and len(set(options)) > 1:
+            raise NotImplementedError("per-group counts need CUDA 13.1")
+        ends = [0, *itertools.accumulate(options[: self.most_groups])]
+        parts = [self.sms[a:b] for a, b in [*itertools.pairwise(ends), (ends[-1], len(self.sms))]]
+        *groups, rest = (FakeSms(part, structured=self.structured) for part in parts)
+        return groups, rest
+
+
+@pytest.mark.parametrize("structured", [True, False], ids=["cuda13.1", "older"])
+@pytest.mark.parametrize(
+    "counts", [[48, 84], [84, 48], [84], [132], [16, 24, 32, 60], [24, 24, 84], [48, 80], [8]], ids=str
+)
+def test_every_partition_gets_its_sms_from_one_split(counts: list[int], structured: bool) -> None:
+    """Older drivers make groups of one size: several of them then make a partition."""
+    whole = FakeSms(list(range(132)), structured=structured)
+    made = split_sms(whole, plan_split(counts, 132, 8, 8), lambda count: count)[: len(counts)]
+    sets = [{sm for part in parts for sm in part.sms} for parts in made]
+    assert [sum(part.sm_count for part in parts) for parts in made] == [len(sms) for sms in sets] == counts
+    assert len(set().union(*sets)) == sum(counts)
+
+
+@pytest.mark.parametrize("counts", [[16, 16, 16], [16, 24, 32]], ids=str)
+def test_a_driver_that_makes_fewer_groups_is_refused(counts: list[int]) -> None:
+    whole = FakeSms(list(range(132)), structured=False, most_groups=2)
+    with pytest.raises(ConfigError, match="the driver makes only 2"):
+        split_sms(whole, counts, lambda count: count)
+
+
+def test_partitions_need_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="only a GPU has SMs to divide, cpu is none"):
+        partition_device("cpu", [8])
+    if not torch.cuda.is_available():
+        with pytest.raises(CudaUnavailableError):
+            partition_device("cuda", [8])
 
 
 # --- pools -----------------------------------------------------------------------------------------------------

@@ -67,8 +67,9 @@ def partition_device(device: torch.device | str, counts: Sequence[int]) -> list[
         ConfigError: counts that are impossible on this GPU; the message names possible ones.
         CudaUnavailableError: no such GPU, no cuda-core, or a driver without green contexts (older than 12.4).
     """
-    core = require_cuda_core()
     device = _resolve(device)
+    core = require_cuda_core()
+    made: list[SmPartition] = []
     with torch.cuda.device(device):
         torch.cuda.current_stream(device).synchronize()  # creates torch's context
         gpu = core.Device(device.index)
@@ -76,15 +77,19 @@ def partition_device(device: torch.device | str, counts: Sequence[int]) -> list[
         try:
             whole = gpu.resources.sm
             plan = plan_split(counts, whole.sm_count, whole.coscheduled_alignment, whole.min_partition_size)
-            resources = _split(whole, plan, core.SMResourceOptions)[: len(counts)]  # the last may be set aside
+            resources = split_sms(whole, plan, core.SMResourceOptions)[: len(counts)]  # the last may be set aside
             for wanted, parts in zip(counts, resources, strict=True):
                 if sum(part.sm_count for part in parts) != wanted:
                     got = [sum(part.sm_count for part in parts) for parts in resources]
                     raise ConfigError(f"{list(counts)} SMs of {device}: the driver's nearest split is {got}")
-            return [_partition(gpu, device, parts, core.ContextOptions) for parts in resources]
+            for parts in resources:
+                made.append(_partition(gpu, device, parts, core.ContextOptions))
+            return made
         except ConfigError:
             raise
         except Exception as error:  # NotImplementedError of an old driver, or one of several CUDA error types
+            for partition in made:
+                partition.close()
             raise CudaUnavailableError(
                 f"cannot cut {device} into partitions of {list(counts)} SMs: {type(error).__name__}: {error}"
             ) from error
@@ -146,8 +151,16 @@ def _cublas() -> ctypes.CDLL | None:
     return None
 
 
-def _split(whole: Any, plan: Sequence[int | None], options: Any) -> list[list[Any]]:
-    """The plan's SM resources, one list per entry: green contexts take several that come from one split."""
+def split_sms(whole: Any, plan: Sequence[int | None], options: Any) -> list[list[Any]]:
+    """SM resources for each entry of the plan, all from one split: a green context takes several of such.
+
+    Args:
+        whole: all of the device (``cuda.core.SMResource``).
+        plan: see ``plan_split``.
+        options: makes the split's options (``cuda.core.SMResourceOptions``).
+
+    Raises ConfigError if the driver makes fewer groups.
+    """
     sizes = [size for size in plan if size is not None]
     if not sizes:
         return [[whole]]
@@ -158,7 +171,7 @@ def _split(whole: Any, plan: Sequence[int | None], options: Any) -> list[list[An
         unit = math.gcd(*sizes)
         groups, rest = whole.split(options(count=[unit] * (sum(sizes) // unit)))
         if len(groups) * unit < sum(sizes):
-            raise ConfigError(f"this driver makes only {len(groups)} groups of {unit} SMs, for {sizes}") from None
+            raise ConfigError(f"the driver makes only {len(groups)} groups of {unit} SMs, for {sizes}") from None
         spare = iter(groups)
         taken = [[next(spare) for _ in range(size // unit)] for size in sizes]
     if len(taken) < len(sizes):
