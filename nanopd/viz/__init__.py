@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from nanopd.viz.block_table import draw_pool
     from nanopd.viz.cost_model import LabelledStep, draw_analytical_fits, draw_predictions, draw_step_terms
     from nanopd.viz.frontier import draw_frontier, draw_frontiers
+    from nanopd.viz.predictor import Coverage, draw_coverage, draw_posterior
     from nanopd.viz.roofline import RooflinePoint, Work, decode_work, draw_roofline, prefill_work
     from nanopd.viz.roofline_explorer import RooflineExplorer
+    from nanopd.viz.route_explorer import RouteExplorer
+    from nanopd.viz.route_map import RouteMap, draw_route_map
     from nanopd.viz.step_timeline import StepTimeline
     from nanopd.viz.style import PALETTE, styled
     from nanopd.viz.timeline import draw_steps, draw_timeline, spans
@@ -36,6 +39,12 @@ _HOME = {
     "draw_roofline": "roofline",
     "prefill_work": "roofline",
     "RooflineExplorer": "roofline_explorer",
+    "Coverage": "predictor",
+    "draw_coverage": "predictor",
+    "draw_posterior": "predictor",
+    "RouteExplorer": "route_explorer",
+    "RouteMap": "route_map",
+    "draw_route_map": "route_map",
     "StepTimeline": "step_timeline",
     "TransferTimelineWidget": "transfer_timeline",
     "PALETTE": "style",
@@ -49,20 +58,26 @@ _HOME = {
 
 __all__ = [
     "BlockTableExplorer",
+    "Coverage",
     "LabelledStep",
     "PALETTE",
     "RooflineExplorer",
     "RooflinePoint",
+    "RouteExplorer",
+    "RouteMap",
     "StepTimeline",
     "TransferTimelineWidget",
     "Work",
     "decode_work",
     "draw_analytical_fits",
+    "draw_coverage",
     "draw_frontier",
     "draw_frontiers",
     "draw_pool",
+    "draw_posterior",
     "draw_predictions",
     "draw_roofline",
+    "draw_route_map",
     "draw_step_terms",
     "draw_steps",
     "draw_timeline",
