@@ -11,14 +11,50 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from nanopd.errors import ConfigError, CudaUnavailableError
 from nanopd.ops.compiler import require_cuda_core
+
+Made = tuple[Any, Any]  # green context and stream
+
+
+class Retired:
+    """Contexts and streams of closed partitions, whole splits of one device, for reuse.
+
+    The one piece of state that outlives its owners in this package, for the reason that ``SmPartition.close`` gives.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._splits: dict[tuple[int, tuple[int, ...]], list[list[Made]]] = {}
+
+    def take(self, index: int, counts: Sequence[int]) -> list[Made] | None:
+        with self._lock:
+            splits = self._splits.get((index, tuple(counts)))
+            return splits.pop() if splits else None
+
+    def collector(self, index: int, counts: Sequence[int]) -> Callable[[int, Made], None]:
+        """Gets partition number i of a split when it is closed; when all are closed the split can be taken again."""
+        returned: dict[int, Made] = {}
+
+        def collect(number: int, made: Made) -> None:
+            with self._lock:
+                returned[number] = made
+                if len(returned) == len(counts):
+                    whole = [returned[i] for i in range(len(counts))]
+                    self._splits.setdefault((index, tuple(counts)), []).append(whole)
+
+        return collect
+
+
+_retired = Retired()
 
 
 class SmPartition:
@@ -30,12 +66,15 @@ class SmPartition:
         stream: non-blocking; usable wherever torch takes a stream.
     """
 
-    def __init__(self, device: torch.device, num_sms: int, context: Any, stream: Any) -> None:
-        """``context``, ``stream``: a cuda.core green context and a stream of it, owned by this object."""
+    def __init__(
+        self, device: torch.device, num_sms: int, context: Any, stream: Any, on_close: Callable[[Made], None]
+    ) -> None:
+        """``context``, ``stream``: a cuda.core green context and a stream of it; ``on_close`` gets them back."""
         self.device = device
         self.num_sms = num_sms
         self._context: Any = context
         self._stream: Any = stream  # torch only borrows the handle
+        self._on_close = on_close
         self.stream = torch.cuda.ExternalStream(int(stream.handle), device=device)
 
     @contextmanager
@@ -45,13 +84,17 @@ class SmPartition:
             yield
 
     def close(self) -> None:
-        """Wait for the stream's work and give the SMs back. Idempotent; graphs captured on the stream end with it."""
+        """Wait for the stream's work and leave the SMs to others. Idempotent; graphs captured on it end with it.
+
+        Context and stream are not destroyed but kept for the next partition of this size: torch's caches of pinned and
+        device memory remember each stream that used a piece of it, and ask that stream when the piece is freed,
+        maybe much later. (So torch does not destroy its own streams either.)
+        """
         if self._context is None:
             return
         self.stream.synchronize()
-        context, stream, self._context, self._stream = self._context, self._stream, None, None
-        stream.close()
-        context.close()
+        kept, self._context, self._stream = (self._context, self._stream), None, None
+        self._on_close(kept)
 
     def __repr__(self) -> str:
         return f"SmPartition({self.num_sms} SMs of {self.device}{'' if self._context is not None else ', closed'})"
@@ -69,9 +112,12 @@ def partition_device(device: torch.device | str, counts: Sequence[int]) -> list[
     """
     device = _resolve(device)
     core = require_cuda_core()
-    made: list[SmPartition] = []
+    made: list[Made] = []
     with torch.cuda.device(device):
         torch.cuda.current_stream(device).synchronize()  # creates torch's context
+        again = _retired.take(device.index, counts)
+        if again is not None:
+            return _partitions(device, counts, again)
         gpu = core.Device(device.index)
         gpu.set_current()
         try:
@@ -83,13 +129,15 @@ def partition_device(device: torch.device | str, counts: Sequence[int]) -> list[
                     got = [sum(part.sm_count for part in parts) for parts in resources]
                     raise ConfigError(f"{list(counts)} SMs of {device}: the driver's nearest split is {got}")
             for parts in resources:
-                made.append(_partition(gpu, device, parts, core.ContextOptions))
-            return made
+                context = gpu.create_context(core.ContextOptions(resources=parts))
+                made.append((context, context.create_stream()))
+            return _partitions(device, counts, made)
         except ConfigError:
             raise
         except Exception as error:  # NotImplementedError of an old driver, or one of several CUDA error types
-            for partition in made:
-                partition.close()
+            for context, stream in made:  # torch has not seen these
+                stream.close()
+                context.close()
             raise CudaUnavailableError(
                 f"cannot cut {device} into partitions of {list(counts)} SMs: {type(error).__name__}: {error}"
             ) from error
@@ -180,9 +228,12 @@ def split_sms(whole: Any, plan: Sequence[int | None], options: Any) -> list[list
     return [[rest] if size is None else next(given) for size in plan]
 
 
-def _partition(gpu: Any, device: torch.device, parts: list[Any], options: Any) -> SmPartition:
-    context = gpu.create_context(options(resources=parts))
-    return SmPartition(device, sum(part.sm_count for part in parts), context, context.create_stream())
+def _partitions(device: torch.device, counts: Sequence[int], made: Sequence[Made]) -> list[SmPartition]:
+    collect = _retired.collector(device.index, counts)
+    return [
+        SmPartition(device, count, *one, partial(collect, number))
+        for number, (count, one) in enumerate(zip(counts, made, strict=True))
+    ]
 
 
 def _possible(total: int, group: int, least: int) -> str:
