@@ -23,8 +23,9 @@ from nanopd.costmodel import (
     measure_place,
     profile_device,
 )
-from nanopd.costmodel.places import BUSY, split_specs
-from nanopd.costmodel.profiler import StepTimer
+from nanopd.costmodel.hardware_profile import BUSY
+from nanopd.costmodel.places import split_specs
+from nanopd.costmodel.step_timer import StepTimer
 from nanopd.costmodel.sweep import CPU, CPU_QUICK, GPU, GPU_QUICK, PHASES, Limits, Setup, Sizes, fits, plan_sweep
 from nanopd.engine import SchedulerConfig, StepPlan
 from nanopd.errors import ConfigError
@@ -227,11 +228,19 @@ def test_the_link_is_probed(llm: LLM) -> None:
     assert report.verified and report.gb_s is not None and report.gb_s > 0
 
 
-def test_splits_are_read_and_nonsense_is_named() -> None:
-    assert split_specs("cuda:1", ["48/84"]) == [("cuda:1/sm=48", "cuda:1/sm=84")]
+def test_splits_are_read_and_nonsense_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanopd.costmodel.places.gpu_sms", lambda: {"cuda:0": 132, "cuda:1": 132})
+    gpu = torch.device("cuda:1")
+    ((decode, prefill),) = split_specs(gpu, ["48/84"])
+    assert (str(decode), str(prefill)) == ("cuda:1/sm=48", "cuda:1/sm=84")
+    assert str(split_specs(torch.device("cuda"), ["8/8"])[0][0]) == "cuda:0/sm=8"
     for wrong in ("48", "0/84", "48/84/2", "a/b", ""):
         with pytest.raises(ConfigError, match="such as 48/84"):
-            split_specs("cuda:0", [wrong])
+            split_specs(gpu, [wrong])
+    with pytest.raises(ConfigError, match="132"):
+        split_specs(gpu, ["100/40"])
+    with pytest.raises(ConfigError, match="cpu"):
+        split_specs(torch.device("cpu"), ["1/1"])
 
 
 # --- the command -------------------------------------------------------------------------------------------------

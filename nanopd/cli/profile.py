@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from nanopd.costmodel.hardware_profile import HardwareProfile
+    from nanopd.workers.spec import DeviceSpec
 
 
 def run_profile(
@@ -34,7 +35,7 @@ def run_profile(
     from nanopd.model.loader import resolve_device
 
     place = resolve_device(device)
-    cuts = split_specs(str(place), splits)
+    cuts = split_specs(place, splits)
     existed = out.exists()
     _check_writable(out)
     try:
@@ -55,7 +56,7 @@ def measure(
     *,
     quick: bool,
     link_to: str | None,
-    cuts: Sequence[tuple[str, str]],
+    cuts: Sequence[tuple[DeviceSpec, DeviceSpec]],
 ) -> HardwareProfile:
     """The whole device, then the partitions of each cut (decode, prefill)."""
     from nanopd.costmodel.places import measure_cluster, measure_link

@@ -20,7 +20,8 @@ from nanopd.costmodel.step_time import StepTimeModel
 from nanopd.errors import ConfigError
 
 FORMAT = "nanopd-hardware-profile-1"
-WHOLE = "whole device"
+WHOLE = "whole device"  # name of a place
+BUSY = " beside a busy neighbour"  # ends the name of an SM partition measured while the other one was computing
 _POINT_COLUMNS = (
     "kind",
     "place",

@@ -13,9 +13,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nanopd.costmodel.features import StepPoint
-from nanopd.costmodel.profiler import StepTimer, measure_place
+from nanopd.costmodel.hardware_profile import BUSY
+from nanopd.costmodel.profiler import measure_place
+from nanopd.costmodel.step_timer import StepTimer
 from nanopd.costmodel.sweep import CPU_QUICK, GPU_QUICK, Setup, Sizes
 from nanopd.errors import ConfigError
+from nanopd.workers.affinity import usable_cores
+from nanopd.workers.build import gpu_sms
+from nanopd.workers.spec import DeviceSpec, check_specs
 from nanopd.workers.worker import Role, Worker
 
 if TYPE_CHECKING:
@@ -25,7 +30,6 @@ if TYPE_CHECKING:
     from nanopd.transfer.report import LinkReport
     from nanopd.workers.cluster import Cluster
 
-BUSY = " beside a busy neighbour"  # ends the name of such a place
 _PHASES = {Role.PREFILL: ("prefill",), Role.DECODE: ("decode",), Role.COLLOCATED: ("prefill", "decode")}
 
 
@@ -131,15 +135,21 @@ def measure_link(llm: LLM, destination: str | torch.device, *, path: str | None 
     return probe_link(pool, there, llm.model.ops, get_ops(there.device), path=path)
 
 
-def split_specs(device: str, splits: Sequence[str]) -> list[tuple[str, str]]:
-    """("cuda:0/sm=48", "cuda:0/sm=84") for the split "48/84", decode first. Raises ConfigError for other texts."""
-    specs = []
+def split_specs(device: torch.device, splits: Sequence[str]) -> list[tuple[DeviceSpec, DeviceSpec]]:
+    """("cuda:0/sm=48", "cuda:0/sm=84") for the split "48/84": decode first.
+
+    Raises ConfigError for other texts, for a device without SMs, and for more SMs than it has.
+    """
+    cuts = []
     for split in splits:
         parts = split.split("/")
         if len(parts) != 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
             raise ConfigError(f"a split is SMS_FOR_DECODE/SMS_FOR_PREFILL, such as 48/84, got {split!r}")
-        specs.append((f"{device}/sm={parts[0]}", f"{device}/sm={parts[1]}"))
-    return specs
+        name = f"cuda:{device.index or 0}" if device.type == "cuda" else str(device)
+        decode, prefill = (DeviceSpec.parse(f"{name}/sm={part}") for part in parts)
+        check_specs([decode, prefill], num_sms=gpu_sms(), cores=usable_cores())
+        cuts.append((decode, prefill))
+    return cuts
 
 
 def _default_sizes(worker: Worker) -> Sizes:

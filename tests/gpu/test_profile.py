@@ -9,7 +9,7 @@ import torch
 
 from nanopd import LLM, SamplingParams
 from nanopd.costmodel import measure_cluster, measure_link, profile_device
-from nanopd.costmodel.places import BUSY
+from nanopd.costmodel.hardware_profile import BUSY
 from nanopd.costmodel.sweep import GPU_QUICK
 from nanopd.workers import Cluster
 
