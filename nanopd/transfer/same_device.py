@@ -12,8 +12,9 @@ from nanopd.transfer.cache_link import CacheLink, Load, layers_of
 from nanopd.transfer.pipeline import Stage
 from nanopd.transfer.streams import Stream
 
-# Nothing is staged, so pieces need only be small enough to be stopped between two of them.
-COPY_BYTES = 256 << 20
+# Nothing is staged, so pieces need only be small enough to be stopped between two of them. Between two pieces the card
+# waits for a launch, some 50 µs, so there are no more than that takes.
+COPY_BYTES = 1 << 30
 
 
 class SameDeviceLink(CacheLink):
