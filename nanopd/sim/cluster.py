@@ -1,0 +1,180 @@
+"""SimulatedCluster: the workers of ``nanopd.workers.Cluster``, of devices that need not be there.
+
+Places are written as for the real one: ``collocated=["cuda:0"]``, ``prefill=["cuda:1/sm=84"]``. What a place can do
+comes from a hardware profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from nanopd.bench.hardware import Hardware
+from nanopd.costmodel.hardware_profile import HardwareProfile
+from nanopd.engine.plan import SchedulerConfig
+from nanopd.engine.scheduler import Scheduler
+from nanopd.errors import ConfigError
+from nanopd.kv.block_manager import BlockManager
+from nanopd.kv.fingerprint import LayoutFingerprint
+from nanopd.model.presets import presets
+from nanopd.router.central import CentralConfig, Predictor
+from nanopd.router.decision import Policy
+from nanopd.sim.devices import device_blocks
+from nanopd.sim.driver import VirtualDriver
+from nanopd.sim.durations import analytical, modelled
+from nanopd.sim.link import Lane, SimulatedLink
+from nanopd.sim.runner import SimulatedRunner
+from nanopd.workers.pools import Placement, placements, plan_pools
+from nanopd.workers.spec import DeviceSpec
+from nanopd.workers.worker import CollocatedWorker, DecodeWorker, PrefillWorker, Role, Worker
+
+BUSY = " beside a busy neighbour"  # ends the name of a place that was measured so, see ``costmodel.places``
+TURNS = 2.0  # slow-down of workers that each use a whole card: they take turns
+
+_CLASSES: Mapping[Role, type[Worker]] = MappingProxyType(
+    {Role.COLLOCATED: CollocatedWorker, Role.PREFILL: PrefillWorker, Role.DECODE: DecodeWorker}
+)
+
+
+@dataclass(frozen=True)
+class SimulatedCluster:
+    """A description, checked: `driver` builds fresh workers from it, as often as one likes.
+
+    Attributes:
+        profile: what the devices do; all are of one kind.
+        collocated, prefill, decode: places of the workers.
+        shared_pool: one KV pool for all workers of a device; None: if all prefill and decode workers sit on one.
+        num_blocks: of every pool; None: by memory, a device's pools in the same parts as on real devices.
+        memory_gb: of a device; None: what the profile measured, or what is known of the device.
+        link_gb_s: of each link between two pools; None: the profile's bandwidth.
+        latency_s: of each transfer.
+        bus_gb_s: of one bus that all links share; None: there is none.
+        partition_slowdown: of a partition beside a busy one, where the profile did not measure it.
+
+    Raises ConfigError, which names the value and what is allowed.
+    """
+
+    profile: HardwareProfile
+    collocated: Sequence[str | DeviceSpec] = ()
+    prefill: Sequence[str | DeviceSpec] = ()
+    decode: Sequence[str | DeviceSpec] = ()
+    shared_pool: bool | None = None
+    num_blocks: int | None = None
+    memory_gb: float | None = None
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    prefill_chunk: int | None = None
+    collocated_chunk: int | None = None
+    max_model_len: int = 40_960
+    enable_prefix_caching: bool = True
+    link_gb_s: float | None = None
+    latency_s: float = 0.0
+    bus_gb_s: float | None = None
+    partition_slowdown: float = 1.24  # decodes on 84 of an H200's 132 SMs beside a prefill
+
+    def __post_init__(self) -> None:
+        self._build()  # what is wrong shows now
+
+    @property
+    def hardware(self) -> Hardware:
+        """For the benchmark's check that strategies are compared on equal terms."""
+        return Hardware.of_specs([*self.collocated, *self.prefill, *self.decode])
+
+    def workers(self) -> list[Worker]:
+        """Fresh ones, their pools empty."""
+        return self._build()[0]
+
+    def driver(
+        self,
+        policy: Policy,
+        *,
+        config: CentralConfig | None = None,
+        predictor: Predictor | None = None,
+        **options: Any,
+    ) -> VirtualDriver:
+        """A fresh driver over fresh workers. ``options``: further ones of `VirtualDriver`."""
+        workers, links = self._build()
+        where = self._placements()
+        devices = dict.fromkeys(placement.spec.device for placement in where)
+        return VirtualDriver(
+            workers,
+            policy,
+            links=links,
+            cards=[[p.name for p in where if p.spec.device == device] for device in devices],
+            config=config,
+            predictor=predictor,
+            kv_bytes_per_token=self.profile.kv_bytes_per_token,
+            link_gb_s=min((link.lane.gb_s for link in links.values()), default=None),
+            **options,
+        )
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _placements(self) -> list[Placement]:
+        return placements(self.collocated, self.prefill, self.decode)
+
+    def _build(self) -> tuple[list[Worker], dict[tuple[str, str], SimulatedLink]]:
+        where = self._placements()
+        built: dict[str, Worker] = {}
+        for pool in plan_pools(where, self.shared_pool):
+            manager = BlockManager(
+                self._pool_blocks(pool.share), self.block_size, enable_prefix_caching=self.enable_prefix_caching
+            )
+            for member in pool.members:
+                built[member.name] = self._worker(member, manager)
+        workers = [built[placement.name] for placement in where]
+        return workers, self._links(workers)
+
+    def _pool_blocks(self, share: float) -> int:
+        if self.num_blocks is not None:
+            return self.num_blocks
+        return max(1, int(device_blocks(self.profile, self.block_size, self.memory_gb) * share))
+
+    def _worker(self, placement: Placement, manager: BlockManager) -> Worker:
+        chunk = self.collocated_chunk if placement.role is Role.COLLOCATED else self.prefill_chunk
+        limits = SchedulerConfig(self.max_num_seqs, self.max_num_batched_tokens, chunk, self.max_model_len)
+        return _CLASSES[placement.role](
+            placement.name,
+            Scheduler(limits, manager),
+            self._runner(placement.spec),
+            self._fingerprint(),
+            place=placement.spec.place,
+            profile=None if placement.spec.num_sms is None else f"sm={placement.spec.num_sms}",
+        )
+
+    def _runner(self, spec: DeviceSpec) -> SimulatedRunner:
+        models = self.profile.step_time
+        if spec.num_sms is not None:
+            place = f"sm={spec.num_sms}"
+            beside = modelled(models[place + BUSY]) if place + BUSY in models else None
+            return SimulatedRunner(modelled(self.profile.step_model(place)), beside, self.partition_slowdown)
+        alone = modelled(self.profile.step_model()) if models else analytical(self.profile)
+        return SimulatedRunner(alone, slowdown=TURNS)
+
+    def _num_layers(self) -> int:
+        shape = presets().get(self.profile.model.removeprefix("dummy:"))
+        return shape.num_layers if shape is not None else 32
+
+    def _fingerprint(self) -> LayoutFingerprint:
+        return LayoutFingerprint(self.profile.model, self.profile.dtype, self.block_size, self._num_layers(), 1, 1)
+
+    def _links(self, workers: Sequence[Worker]) -> dict[tuple[str, str], SimulatedLink]:
+        """From every prefill to every decode worker that has another pool."""
+        pairs = [
+            (source.name, destination.name)
+            for source in workers
+            for destination in workers
+            if source.role is Role.PREFILL and destination.role is Role.DECODE
+            if not source.shares_pool_with(destination)
+        ]
+        if not pairs:
+            return {}
+        gb_s = self.profile.bandwidth_gb_s if self.link_gb_s is None else self.link_gb_s
+        if gb_s is None:
+            raise ConfigError(f"no bandwidth is known between devices of {self.profile.device!r}: give link_gb_s")
+        bus = None if self.bus_gb_s is None else Lane(self.bus_gb_s)
+        size = self.profile.kv_bytes_per_token * self.block_size
+        return {pair: SimulatedLink(gb_s, size, self._num_layers(), self.latency_s, bus) for pair in pairs}

@@ -1,0 +1,59 @@
+"""Steps under way, and how workers that share a card slow each other down.
+
+A step is a certain amount of work. Alone it takes ``alone_s``, beside a busy neighbour ``beside_s``; when the neighbour
+starts or stops half-way, the rest goes on at the other pace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanopd.router.central import WorkerStep
+from nanopd.sim.events import Action
+
+
+@dataclass(eq=False, slots=True)
+class FlyingStep:
+    """A step under way."""
+
+    step: WorkerStep
+    alone_s: float
+    beside_s: float
+    on_end: Action
+    end: list[Any] = field(default_factory=list)  # its event
+    beside: bool = False  # whether a neighbour is busy now
+    left: float = 1.0  # share of the work that was still to be done at ``since``
+    since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.since = self.step.start
+
+    @property
+    def due(self) -> float:
+        """When it ends if nothing changes."""
+        return self.since + self.left * (self.beside_s if self.beside else self.alone_s)
+
+    def change_pace(self, now: float) -> float:
+        """From now on the other pace. Returns when it ends."""
+        pace = self.beside_s if self.beside else self.alone_s
+        self.left = max(0.0, self.left - (now - self.since) / pace) if pace > 0 else 0.0
+        self.since, self.beside = now, not self.beside
+        return self.due
+
+
+class Neighbours:
+    """Which workers share a card. ``cards``: the names of those on each; a worker alone on its card needs no entry."""
+
+    def __init__(self, cards: Iterable[Collection[str]]) -> None:
+        groups = [tuple(card) for card in cards if len(card) > 1]
+        self._others = {name: [other for other in card if other != name] for card in groups for name in card}
+
+    def changed(self, flying: Mapping[str, FlyingStep]) -> list[FlyingStep]:
+        """Steps beside which somebody has started or stopped computing."""
+        return [
+            flying[name]
+            for name, others in self._others.items()
+            if name in flying and flying[name].beside != any(other in flying for other in others)
+        ]
