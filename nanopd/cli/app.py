@@ -163,7 +163,7 @@ def profile(
     device: Device = None,
     dtype: DType = None,
     out: Annotated[Path, typer.Option(help="Where the hardware profile goes.")] = Path("hardware_profile.json"),
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer points: less than half of the time.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer points, less time.")] = False,
     link_to: Annotated[str | None, typer.Option(help="Also measure the link to this device, such as cuda:1.")] = None,
     split: Annotated[
         list[str] | None, typer.Option(help="Also measure an SM split, decode/prefill, such as 48/84 (repeatable).")

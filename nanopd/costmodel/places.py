@@ -47,7 +47,7 @@ def measure_cluster(
 
     Args:
         cluster: idle, its pools empty. Its prefix caches are empty afterwards.
-        sizes: what to measure in each place; default some 50 points, 5 s on an H200.
+        sizes: what to measure in each place; default some 50 points.
 
     Raises ConfigError if blocks are in use.
     """

@@ -42,7 +42,7 @@ def profile_device(
     use_tqdm: bool = True,
     command: str | None = None,
 ) -> HardwareProfile:
-    """Profile the device that ``llm`` runs on. About 50 s on an H200, 20 s if ``quick``; 30 s on a laptop, quick.
+    """Profile the device that ``llm`` runs on; ``quick`` measures fewer points.
 
     Args:
         llm: idle; its whole KV pool is used, so that its prefix cache is empty afterwards.

@@ -12,7 +12,7 @@ A step runs its kernels one after the other, so its time is a sum:
 A step with prefill is launched kernel by kernel, and cannot be faster than the host launches it; a step that only
 decodes replays a CUDA graph. That is the one maximum in the model: max(device, ``launch_ms``).
 
-Fitted by ``nanopd.costmodel.step_fit``. Plain floats: the simulator asks a hundred thousand times a second.
+Fitted by ``nanopd.costmodel.step_fit``. Plain floats, a few microseconds a step: the simulator asks for every one.
 """
 
 from __future__ import annotations
