@@ -249,10 +249,10 @@ def show(report: Report, console: Console) -> None:
         gaps = (_one(s.second_token_gap.p99, 1e3), _one(s.itl.p99, 1e3))
         times.add_row(*head, _three(s.ttft, 1e3), _three(s.tpot, 1e3), _three(s.e2e, 1.0), *gaps)
     console.print(counts)
+    console.print("\nLatencies of completed requests from their scheduled arrival: p50/p90/p99.")
     console.print(
-        "\nLatencies of completed requests, from the scheduled arrival: p50/p90/p99; 2nd token's gap and ITL,"
+        f"2nd: gap before the second token, p99, ms. ITL: p99, ms{'' if _has_itl(report) else ' (needs --stream)'}."
     )
-    console.print("p99 in ms (ITL needs --stream)" if not _has_itl(report) else "p99 in ms")
     console.print(times)
     limits = f"TTFT <= {_one(report.slo.ttft_s, 1e3)} ms and TPOT <= {_one(report.slo.tpot_s, 1e3)} ms"
     console.print(f"\nSLO: {limits}; {report.comparison}")
