@@ -277,6 +277,77 @@ def route(
 
 
 @app.command()
+def simulate(
+    hardware: Annotated[str, typer.Option(help="Hardware profile: rtx-4090, h20, ..., or a file.")] = "rtx-4090",
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs in all. [default: the roles' sum]")] = None,
+    collocated: Annotated[int | None, typer.Option(min=0, help="GPUs that prefill and decode.")] = None,
+    prefill: Annotated[int | None, typer.Option(min=0, help="GPUs that only prefill.")] = None,
+    decode: Annotated[int | None, typer.Option(min=0, help="GPUs that only decode.")] = None,
+    split: Annotated[str | None, typer.Option(help="Cut each GPU: SMs for decode/prefill, such as 48/84.")] = None,
+    strategy: Annotated[
+        list[str] | None, typer.Option(help="collocated, disaggregated, slo, threshold, ... (repeatable).")
+    ] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="KEY=VALUE option of a policy (repeatable).")] = None,
+    workload: Annotated[
+        str, typer.Option("--workload", "--trace", help="short, long, mixed, ..., a trace, or PROMPT:OUTPUT.")
+    ] = "short",
+    limit: Annotated[int | None, typer.Option(help="Only the first requests of a trace.")] = None,
+    rate: Annotated[str, typer.Option(help="Requests per second, separated by commas.")] = "1,2,4",
+    duration: Annotated[float, typer.Option(help="Seconds of arrivals at each rate.")] = 60.0,
+    slo_ttft: Annotated[float, typer.Option(help="Time to first token that must be met, ms.")] = 1000.0,
+    slo_tpot: Annotated[float, typer.Option(help="Time per output token that must be met, ms.")] = 100.0,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which a client gives up.")] = None,
+    warmup: Annotated[float, typer.Option(help="Seconds at the start whose requests do not count.")] = 0.0,
+    drain: Annotated[float, typer.Option(help="Seconds to wait for the last requests.")] = 60.0,
+    seed: Annotated[int, typer.Option(help="Of arrivals, lengths and prompts.")] = 0,
+    goodput: Annotated[bool, typer.Option(help="Search the highest rate that meets the SLO.")] = True,
+    search: Annotated[
+        bool, typer.Option("--search", help="Find the ratio (one GPU: the split) of best goodput.")
+    ] = False,
+    link: Annotated[float | None, typer.Option(help="GB/s of each link. [default: the profile's]")] = None,
+    latency: Annotated[float, typer.Option(help="Microseconds of each transfer.")] = 0.0,
+    bus: Annotated[float | None, typer.Option(help="GB/s of a bus that all links share.")] = None,
+    memory: Annotated[float | None, typer.Option(help="GB of each GPU. [default: as known]")] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="KV blocks of each pool.")] = None,
+    chunk: Annotated[int | None, typer.Option(help="Prompt tokens per step of collocated workers.")] = 512,
+    max_model_len: Annotated[int | None, typer.Option(help="Prompt and output together, tokens.")] = None,
+    out: Out = None,
+    figures: Annotated[Path | None, typer.Option(help="Folder for the figures.")] = None,
+) -> None:
+    """Simulate the benchmark on hardware that need not be there: the same policies under a virtual clock."""
+    from nanopd.bench.load import LoadOptions
+    from nanopd.cli.simulate import Counts, parse_split, run_simulate
+
+    run_simulate(
+        hardware=hardware,
+        counts=Counts(gpus, collocated, prefill, decode, parse_split(split)),
+        strategies=strategy or (),
+        policy_options=policy or (),
+        workload=workload,
+        limit=limit,
+        rates=rate,
+        duration=duration,
+        slo_ttft_ms=slo_ttft,
+        slo_tpot_ms=slo_tpot,
+        options=LoadOptions(timeout_s=timeout, drain_s=drain, warmup_s=warmup),
+        seed=seed,
+        goodput=goodput,
+        search=search,
+        out=out,
+        figures=figures,
+        cluster_options={
+            "link_gb_s": link,
+            "latency_s": latency / 1e6,
+            "bus_gb_s": bus,
+            "memory_gb": memory,
+            "num_blocks": num_blocks,
+            "collocated_chunk": chunk,
+            "max_model_len": max_model_len,
+        },
+    )
+
+
+@app.command()
 def progress(
     reset: Annotated[bool, typer.Option("--reset", help="Forget what was solved.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,

@@ -1,9 +1,9 @@
 """Search for the layout with the highest goodput per GPU, by simulation, and with as little of it as possible.
 
 Three prunings: a layout whose upper bound (`nanopd.sim.bounds`) does not reach what another one has attained is not run
-(branch and bound); all others run for a short time first, and only the better half goes on to longer runs (successive
-halving; Karnin et al., ICML 2013); and each goodput search begins around what the shorter one found. Every layout that
-drops out says why.
+(branch and bound); all others run for a short time first, and the worse half, if it is worse by more than the search is
+coarse, does not go on to longer runs (successive halving; Karnin et al., ICML 2013); and each goodput search begins
+around what the shorter one found. Every layout that drops out says why.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def search_layouts(
                 search.begin(layouts)
             search.round(duration_s * share, tolerance, show)
             if share < 1.0:
-                search.halve(duration_s * share)
+                search.halve(duration_s * share, tolerance)
     ranked = sorted(search.trials, key=lambda trial: (trial.duration_s, trial.per_gpu), reverse=True)
     best = replace(ranked[0], verdict="the highest goodput per device")
     return Search(best, (best, *ranked[1:]))
@@ -171,16 +171,17 @@ class _Search:
             found = find_goodput(run, low=low, high=high, target=self.target, tolerance=tolerance, known=found.probes)
         return replace(trial, goodput=found, duration_s=duration_s, num_runs=trial.num_runs + num_runs)
 
-    def halve(self, duration_s: float) -> None:
-        """The better half goes on."""
+    def halve(self, duration_s: float, tolerance: float) -> None:
+        """The better half goes on, and whoever is as good within the tolerance of what was measured."""
         racing = sorted((t for t in self.trials if not t.verdict), key=lambda t: t.per_gpu, reverse=True)
-        keep = max(1, -(-len(racing) // 2))
-        for trial in racing[keep:]:
-            verdict = (
-                f"stopped after runs of {duration_s:g} s: {trial.per_gpu:.3g}/s per device, "
-                f"{racing[0].per_gpu:.3g} is the best, and half of the layouts goes on"
-            )
-            self.trials[self.trials.index(trial)] = replace(trial, verdict=verdict)
+        best = racing[0].per_gpu
+        for trial in racing[-(-len(racing) // 2) :]:
+            if trial.per_gpu * (1 + tolerance) < best:
+                verdict = (
+                    f"stopped after runs of {duration_s:g} s: {trial.per_gpu:.3g}/s per device, the best reached "
+                    f"{best:.3g}, and the better half goes on"
+                )
+                self.trials[self.trials.index(trial)] = replace(trial, verdict=verdict)
 
 
 @contextmanager

@@ -1,0 +1,190 @@
+"""``nanopd simulate``: the benchmark on devices that need not be there, and the search for how many should do what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from nanopd.bench.compare import GoodputSearch, Strategy, compare_strategies
+from nanopd.bench.load import LoadOptions
+from nanopd.bench.metrics import SLO
+from nanopd.bench.report import basic_environment
+from nanopd.bench.target import Target
+from nanopd.bench.workload import Schedule
+from nanopd.cli.serve_bench import PURE, arrivals, parse_rates, policy_maker, save_figures, show
+from nanopd.costmodel.hardware_profile import load_profile
+from nanopd.errors import ConfigError
+from nanopd.router.predictor import OutputLengthPredictor
+from nanopd.sim.cluster import SimulatedCluster
+from nanopd.sim.driver import VirtualDriver
+from nanopd.sim.layouts import Layout, ratios, splits
+from nanopd.sim.load import run_virtual
+from nanopd.sim.search import Search, search_layouts
+
+VOCAB = 256  # of simulated prompts, see ``nanopd.sim.load.Prompts``
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Devices by role, as the options say; None: not said."""
+
+    gpus: int | None
+    collocated: int | None
+    prefill: int | None
+    decode: int | None
+    split: tuple[int, int] | None
+
+    @property
+    def num_devices(self) -> int:
+        said = sum(count or 0 for count in (self.collocated, self.prefill, self.decode))
+        return self.gpus or said or 1
+
+    def of(self, strategy: str) -> Layout:
+        """What ``strategy`` runs on. The pure ones use all devices; the others all that the counts say.
+
+        Raises ConfigError if the counts do not add up to ``gpus``, or do not allow the strategy.
+        """
+        n = self.num_devices
+        if strategy == "collocated":
+            return Layout(collocated=n)
+        if self.split is not None:
+            mixed = strategy != "disaggregated"
+            return Layout(collocated=n if mixed else 0, prefill=n, decode=n, split=self.split, beside=mixed)
+        if strategy == "disaggregated":
+            layout = Layout(prefill=self._prefill(n), decode=self.decode or n - self._prefill(n))
+        else:
+            layout = Layout(self.collocated or 0, self.prefill or 0, self.decode or 0)
+        if layout.num_devices != n:
+            raise ConfigError(f"strategy {strategy!r} would use {layout.num_devices} of {n} GPUs ({layout})")
+        return layout
+
+    def _prefill(self, n: int) -> int:
+        """A fourth, if nobody says."""
+        if n < 2:
+            raise ConfigError("prefill and decode need two GPUs, or --split on one")
+        return self.prefill or (n - self.decode if self.decode else max(1, n // 4))
+
+    def strategies(self) -> list[str]:
+        """Those to compare if nobody says which."""
+        return list(PURE) if self.split is not None or self.num_devices > 1 else ["collocated"]
+
+    def layouts(self, cluster: SimulatedCluster) -> list[Layout]:
+        """Those to search: every ratio, and on one device every split that was measured."""
+        n = self.num_devices
+        return [*ratios(n), *(splits(cluster.profile) if n == 1 else ())]
+
+
+def run_simulate(
+    *,
+    hardware: str,
+    counts: Counts,
+    strategies: Sequence[str],
+    policy_options: Sequence[str],
+    workload: str,
+    limit: int | None,
+    rates: str,
+    duration: float,
+    slo_ttft_ms: float,
+    slo_tpot_ms: float,
+    options: LoadOptions,
+    seed: int,
+    goodput: bool,
+    search: bool,
+    out: Path | None,
+    figures: Path | None,
+    cluster_options: dict[str, Any],
+) -> None:
+    """See the command's options. Raises NanoPDError."""
+    profile = load_profile(hardware)
+    slo = SLO(slo_ttft_ms / 1e3, slo_tpot_ms / 1e3)
+    cluster = SimulatedCluster(profile, ["cuda:0"], **{k: v for k, v in cluster_options.items() if v is not None})
+    console = Console()
+    if search:
+        _run_search(counts.layouts(cluster), cluster, workload, limit, duration, slo, seed, console)
+        return
+    schedule_at = arrivals(workload, duration, seed, scale=1.0, limit=limit, max_model_len=cluster.max_model_len)
+    names = list(strategies) or counts.strategies()
+    policy = policy_maker(hardware, policy_options, slo_ttft_ms, slo_tpot_ms)
+
+    def run(target: Target, schedule: Schedule) -> list[Any]:
+        assert isinstance(target, VirtualDriver)
+        return run_virtual(target, schedule, options=options, use_tqdm=True)
+
+    report = compare_strategies(
+        [_strategy(name, counts.of(name).on(cluster), policy(name)) for name in names],
+        schedule_at,
+        parse_rates(rates),
+        slo=slo,
+        vocab_size=VOCAB,
+        options=options,
+        search=GoodputSearch() if goodput else None,
+        run=run,
+        environment=basic_environment("nanopd simulate")
+        | {"simulated": profile.device, "model": profile.model, "profile": profile.source or hardware},
+    )
+    show(report, console)
+    if out is not None:
+        print(f"written: {report.save(out)}")
+    if figures is not None:
+        save_figures(report, figures)
+
+
+def _strategy(name: str, cluster: SimulatedCluster, policy: Callable[[], Any]) -> Strategy:
+    policy()  # what is wrong with it shows now
+
+    @contextmanager
+    def open_driver() -> Iterator[Target]:
+        with cluster.driver(policy(), predictor=OutputLengthPredictor()) as driver:
+            yield driver  # type: ignore[misc]  # its `clock` is a method
+
+    return Strategy(name, cluster.hardware, open_driver)
+
+
+def _run_search(
+    layouts: Sequence[Layout],
+    cluster: SimulatedCluster,
+    workload: str,
+    limit: int | None,
+    duration: float,
+    slo: SLO,
+    seed: int,
+    console: Console,
+) -> None:
+    def schedule_at(rate: float, seconds: float) -> Schedule:
+        made = arrivals(workload, seconds, seed, scale=1.0, limit=limit, max_model_len=cluster.max_model_len)
+        return made(rate)
+
+    show_search(search_layouts(layouts, cluster, schedule_at, slo, duration_s=duration), console)
+
+
+def show_search(found: Search, console: Console) -> None:
+    """All layouts, the best first, with what was pruned and why."""
+    table = Table(box=None, title_justify="left", pad_edge=False, title="Goodput by layout, requests/s per GPU")
+    for heading in ("layout", "goodput", "bound", "runs", "why"):
+        table.add_column(heading, justify="left" if heading in ("layout", "why") else "right")
+    for trial in found.trials:
+        table.add_row(
+            str(trial.layout),
+            f"{trial.per_gpu:.3g}" if trial.goodput is not None else "-",
+            f"{trial.bound.rate / trial.layout.num_devices:.3g}",
+            str(trial.num_runs),
+            trial.verdict,
+        )
+    console.print(table)
+    console.print(f"{found.best.layout}: {found.best.per_gpu:.4g} requests/s per GPU, after {found.num_runs} runs")
+
+
+def parse_split(text: str | None) -> tuple[int, int] | None:
+    """ "48/84" as SMs for (decode, prefill). Raises ConfigError for other texts."""
+    if text is None:
+        return None
+    parts = text.split("/")
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(f"a split is SMS_FOR_DECODE/SMS_FOR_PREFILL, such as 48/84, got {text!r}")
+    return int(parts[0]), int(parts[1])
