@@ -112,7 +112,7 @@ class _Step:
         config, num_tokens = model.config, batch.token_ids.shape[0]
         self.batch = batch
         self.ops = alike(model.ops)
-        self.residual = embedding(batch.token_ids, model.weights.embedding)  # [T, hidden_size], as the next three
+        self.residual = embedding(batch.token_ids, model.weights.embedding)  # [T, hidden_size], like the next two
 
         def empty(width: int) -> Tensor:
             return torch.empty((num_tokens, width), dtype=model.dtype, device=model.device)
