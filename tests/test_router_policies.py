@@ -190,6 +190,13 @@ def test_both_estimates_are_the_formulas(name: str, load: int) -> None:
     assert decision.path is (Path.DISAGGREGATED if apart < together else Path.COLLOCATED)
 
 
+def test_the_batch_is_that_of_the_least_loaded_decode_worker() -> None:
+    workers = (*trio(), worker(Role.DECODE, "busy", num_running=100))
+    decision = SeedEstimate("h20").decide(request(1000), snapshot(*workers), 10.0)
+    assert decision.disaggregated is not None
+    assert decision.disaggregated.terms["decode"] == pytest.approx(33.1031 * 10)
+
+
 def test_the_full_estimate_agrees_with_the_rule_while_decode_steps_cost_the_same() -> None:
     """Up to the batch threshold d(load) = d(batch + 1), and the rule is what is left."""
     for name in ("rtx-4090", "h20"):

@@ -254,6 +254,18 @@ def test_a_bucket_that_differs_learns_and_leaves_the_others_alone() -> None:
     assert predictor.distribution(100, UNLIMITED).median == pytest.approx(before, rel=0.1)
 
 
+def test_a_bucket_does_not_count_its_own_observations_twice() -> None:
+    """Alone it has nothing to borrow; with 3 observations elsewhere it borrows 3, and never more than the strength."""
+    predictor = OutputLengthPredictor(prior_strength=8.0)
+    feed(predictor, 100, 5.0, 0.5, 20)
+    (alone,) = predictor.buckets()
+    assert alone.posterior.kappa == pytest.approx(predictor.prior.kappa + 20)
+    feed(predictor, 5000, 5.0, 0.5, 3)
+    first, second = predictor.buckets()
+    assert first.posterior.kappa == pytest.approx(predictor.prior.kappa + 20 + 3)
+    assert second.posterior.kappa == pytest.approx(predictor.prior.kappa + 3 + 8)
+
+
 def test_forgetting_follows_a_change() -> None:
     forgets, remembers = OutputLengthPredictor(forgetting=0.98), OutputLengthPredictor()
     for predictor in (forgets, remembers):

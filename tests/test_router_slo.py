@@ -332,6 +332,23 @@ def test_a_limit_is_missed_with_the_probability_that_the_uncertainty_gives() -> 
     assert policy.own_miss(forecast) < 1e-6
 
 
+def test_misses_count_before_cost() -> None:
+    forecast, policy = apart(), slo(ttft_ms=500.0)
+    late = replace(forecast, to_first={"queue": 5000.0})
+    costly = replace(forecast, others={"others queue behind": 1e6})
+    assert policy.misses(late) > 0.99 > 0.01 > policy.misses(costly)
+    assert policy.better(late, costly) is policy.better(costly, late) is costly
+    assert policy.better(forecast, costly) is policy.better(costly, forecast) is forecast
+
+
+def test_those_who_queue_behind_can_miss_too() -> None:
+    forecast = apart()
+    prefill = replace(forecast.prefill, in_flight=0.0, queue=300.0, prefill=300.0, behind=4)
+    crowded = replace(forecast, prefill=prefill)
+    assert slo(ttft_ms=720.0, uncertainty=0.05).misses_of_others(crowded) == pytest.approx(4.0, abs=0.01)
+    assert slo(ttft_ms=2000.0, uncertainty=0.05).misses_of_others(crowded) == pytest.approx(0.0, abs=0.01)
+
+
 def test_an_idle_system_collocates_since_the_whole_card_is_faster() -> None:
     collocated, prefill, decode = trio()
     situation = snapshot(collocated, replace(prefill, profile="half"), replace(decode, profile="half"))
