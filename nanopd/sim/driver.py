@@ -8,6 +8,7 @@ are the server's own classes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from nanopd.engine.engine import StepRecord
@@ -217,9 +218,11 @@ class VirtualDriver:
                 self._start_steps()
         finally:
             self._settling = False
-        for step in self._neighbours.changed(self._flying):
-            self._events.call_off(step.end)
-            step.end = self._events.enter(step.change_pace(self.now), step.on_end)
+        for name in self._neighbours.changed(self._flying):
+            flying = self._flying[name]
+            self._events.call_off(flying.end)
+            flying.change_pace(self.now)
+            self._expect_end(name, flying)
 
     def _start_steps(self) -> None:
         """Let every idle worker that was woken look for work, in the order of the workers."""
@@ -242,17 +245,18 @@ class VirtualDriver:
         for handoff in step.handoffs:
             self._transfers[handoff.transfer_id] = None
         alone_s, beside_s = worker.runner.seconds(step.plan)
-        flying = FlyingStep(step, alone_s, beside_s, on_end=lambda: self._end(flying))
-        flying.end = self._events.enter(flying.due, flying.on_end)
-        self._flying[worker.name] = flying
+        flying = self._flying[worker.name] = FlyingStep(step, alone_s, beside_s)
+        self._expect_end(worker.name, flying)
 
-    def _end(self, flying: FlyingStep) -> None:
-        step = flying.step
+    def _expect_end(self, name: str, flying: FlyingStep) -> None:
+        flying.end = self._events.enter(flying.due, partial(self._end, name))
+
+    def _end(self, name: str) -> None:
+        step = self._flying.pop(name).step
         worker = step.worker
-        del self._flying[worker.name]
         self.num_steps += 1
-        self.busy_s[worker.name] += self.now - step.start
-        self._awake.add(worker.name)
+        self.busy_s[name] += self.now - step.start
+        self._awake.add(name)
         try:
             tokens = worker.runner.execute(step.plan)
         except Exception as error:
@@ -265,7 +269,7 @@ class VirtualDriver:
         if self._on_step is not None:
             queues = worker.scheduler
             lengths = (len(queues.waiting), len(queues.prefilling), len(queues.running))
-            self._on_step(worker.name, StepRecord(step.start, self.now, step.plan, *lengths))
+            self._on_step(name, StepRecord(step.start, self.now, step.plan, *lengths))
 
     def _stream(self, step: WorkerStep) -> None:
         """Book the arrivals of what left while the step ran."""
@@ -282,8 +286,8 @@ class VirtualDriver:
 
     def _expect(self, transfer_id: int, time: float | None) -> None:
         """The transfer ends at ``time``; None: never, so that its lease must run out."""
-        arrive = lambda: self._arrived(transfer_id)  # noqa: E731
-        self._transfers[transfer_id] = None if time is None else self._events.enter(time, arrive)
+        arrival = None if time is None else self._events.enter(time, partial(self._arrived, transfer_id))
+        self._transfers[transfer_id] = arrival
 
     def _arrived(self, transfer_id: int) -> None:
         del self._transfers[transfer_id]

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanopd.router.central import WorkerStep
-from nanopd.sim.events import Action
 
 
 @dataclass(eq=False, slots=True)
@@ -21,7 +20,6 @@ class FlyingStep:
     step: WorkerStep
     alone_s: float
     beside_s: float
-    on_end: Action
     end: list[Any] = field(default_factory=list)  # its event
     beside: bool = False  # whether a neighbour is busy now
     left: float = 1.0  # share of the work that was still to be done at ``since``
@@ -35,12 +33,11 @@ class FlyingStep:
         """When it ends if nothing changes."""
         return self.since + self.left * (self.beside_s if self.beside else self.alone_s)
 
-    def change_pace(self, now: float) -> float:
-        """From now on the other pace. Returns when it ends."""
+    def change_pace(self, now: float) -> None:
+        """From now on the other pace."""
         pace = self.beside_s if self.beside else self.alone_s
         self.left = max(0.0, self.left - (now - self.since) / pace) if pace > 0 else 0.0
         self.since, self.beside = now, not self.beside
-        return self.due
 
 
 class Neighbours:
@@ -50,10 +47,10 @@ class Neighbours:
         groups = [tuple(card) for card in cards if len(card) > 1]
         self._others = {name: [other for other in card if other != name] for card in groups for name in card}
 
-    def changed(self, flying: Mapping[str, FlyingStep]) -> list[FlyingStep]:
-        """Steps beside which somebody has started or stopped computing."""
+    def changed(self, flying: Mapping[str, FlyingStep]) -> list[str]:
+        """Workers in a step beside which somebody has started or stopped computing."""
         return [
-            flying[name]
+            name
             for name, others in self._others.items()
             if name in flying and flying[name].beside != any(other in flying for other in others)
         ]
