@@ -111,7 +111,8 @@ def search_layouts(
                 search.halve(duration_s * share, tolerance)
     ranked = sorted(search.trials, key=lambda trial: (trial.duration_s, trial.per_gpu), reverse=True)
     best = replace(ranked[0], verdict="the highest goodput per device")
-    return Search(best, (best, *ranked[1:]))
+    others = [t if t.verdict else replace(t, verdict="went all the way, and reached less") for t in ranked[1:]]
+    return Search(best, (best, *others))
 
 
 class _Search:
