@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from nanopd.model.weights import Weights, allocate, checkpoint_slots
 from nanopd.ops import get_ops
 from nanopd.ops.interface import Ops
 from nanopd.workers import affinity
+from nanopd.workers.elastic import ElasticRunner, Occupancy
 from nanopd.workers.partition import SmPartition, partition_device
 from nanopd.workers.pools import Placement, Pool, devices
 from nanopd.workers.spec import DeviceSpec
@@ -46,9 +48,11 @@ class Limits:
     collocated_chunk: int | None
     enforce_eager: bool
     graph_sizes: Sequence[int] | None
+    elastic: bool = False
 
     def of(self, role: Role) -> SchedulerConfig:
-        chunk = self.collocated_chunk if role is Role.COLLOCATED else self.prefill_chunk
+        mixes = role is Role.COLLOCATED or (role is Role.DECODE and self.elastic)
+        chunk = self.collocated_chunk if mixes else self.prefill_chunk
         return replace(self.steps, chunk_size=chunk)
 
 
@@ -96,32 +100,55 @@ def make_worker(
     cache: KVCache,
     manager: BlockManager,
     limits: Limits,
+    occupancy: Occupancy,
     stack: ExitStack,
 ) -> Worker:
-    """Ops of its own, since kernels keep scratch counters between launches; weights and pool may be shared."""
-    config, role = limits.of(placement.role), placement.role
-    ops = _ops(base.device, placement.spec.num_sms)
-    runner = ModelRunner(
-        Transformer(base.config, base.weights, ops),
-        cache,
-        ops,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=min(config.max_num_batched_tokens, manager.num_blocks * manager.block_size),
-        max_model_len=config.max_model_len,
-        vocab_size=base.config.vocab_size,
-        enforce_eager=limits.enforce_eager or role is Role.PREFILL,  # it never takes a step of decodes alone
-        graph_sizes=limits.graph_sizes,
-        stream=place.stream,
-    )
+    """A worker over ``cache``. Elastic ones with a partition get a second runner, on the whole card."""
+    role, partition = placement.role, place.partition
+    make = partial(make_runner, base=base, cache=cache, limits=limits, role=role)
+    runner: ModelRunner | ElasticRunner = make(place.stream, placement.spec.num_sms)
+    enter: Callable[[], AbstractContextManager[object]] = place.enter
+    if limits.elastic and partition is not None:
+        alone = make(torch.cuda.Stream(base.device), None)
+        runner = ElasticRunner(placement.name, alone, runner, occupancy, partition.enter)
+        enter = partial(affinity.apply, place.spec)
     stack.callback(runner.close)
+    options = {"takes_prompts": True} if limits.elastic and role is Role.DECODE else {}
     return _CLASSES[role](
         placement.name,
-        Scheduler(config, manager),
+        Scheduler(limits.of(role), manager),
         runner,
         cache.fingerprint(),
         place=placement.spec.place,
         profile=None if placement.spec.num_sms is None else f"sm={placement.spec.num_sms}",
-        enter=place.enter,
+        enter=enter,
+        **options,
+    )
+
+
+def make_runner(
+    stream: torch.cuda.Stream | None,
+    num_sms: int | None,
+    *,
+    base: Transformer,
+    cache: KVCache,
+    limits: Limits,
+    role: Role,
+) -> ModelRunner:
+    """Ops of its own, since kernels keep scratch counters between launches; weights and pool may be shared."""
+    config = limits.of(role)
+    ops = _ops(base.device, num_sms)
+    return ModelRunner(
+        Transformer(base.config, base.weights, ops),
+        cache,
+        ops,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=min(config.max_num_batched_tokens, cache.num_blocks * cache.block_size),
+        max_model_len=config.max_model_len,
+        vocab_size=base.config.vocab_size,
+        enforce_eager=limits.enforce_eager or role is Role.PREFILL,  # it never takes a step of decodes alone
+        graph_sizes=limits.graph_sizes,
+        stream=stream,
     )
 
 

@@ -17,6 +17,7 @@ from nanopd.model.config import ModelConfig
 from nanopd.model.loader import LoadedModel, load_model
 from nanopd.model.tokenizer import Tokenizer
 from nanopd.workers import affinity, build
+from nanopd.workers.elastic import Occupancy
 from nanopd.workers.pools import devices, placements, plan_pools
 from nanopd.workers.spec import DeviceSpec, check_specs
 from nanopd.workers.worker import Worker
@@ -64,6 +65,7 @@ class Cluster:
         max_num_batched_tokens: int = 2048,
         prefill_chunk: int | None = None,
         collocated_chunk: int | None = None,
+        elastic: bool = False,
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
@@ -85,6 +87,8 @@ class Cluster:
                 in parts of 1 for each prefill worker and 3 for each other one, and no more than its workers can use.
             prefill_chunk, collocated_chunk: prompt tokens per step of workers that decode nothing, and of those that
                 mix both; None leaves it to ``max_num_batched_tokens``.
+            elastic: workers with an SM partition have the whole card while nobody else of it computes, and decode
+                workers also take prompts (requests that are routed to be collocated), chunks beside their decodes.
             graph_sizes, gpu_memory_utilization, others: as for ``LLM``.
 
         Raises:
@@ -107,7 +111,7 @@ class Cluster:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=model_len(loaded.config, max_model_len),
         )
-        limits = build.Limits(steps, prefill_chunk, collocated_chunk, enforce_eager, graph_sizes)
+        limits = build.Limits(steps, prefill_chunk, collocated_chunk, enforce_eager, graph_sizes, elastic)
         with ExitStack() as stack:
             models = {device: build.model_on(torch.device(device), loaded) for device in devices(where)}
             places = build.make_places(where, stack)
@@ -116,6 +120,7 @@ class Cluster:
                 if num_blocks
                 else build.pool_sizes(pools, models, limits.steps, block_size, gpu_memory_utilization)
             )
+            occupancies = {device: Occupancy() for device in devices(where)}
             built: dict[str, Worker] = {}
             for pool, size in zip(pools, sizes, strict=True):
                 manager = BlockManager(size, block_size, enable_prefix_caching=enable_prefix_caching)
@@ -124,7 +129,9 @@ class Cluster:
                 build.synchronize(pool.device)  # the workers' streams do not wait for the one that wrote these
                 for member in pool.members:
                     place = places[member.name]
-                    built[member.name] = build.make_worker(member, place, base, cache, manager, limits, stack)
+                    built[member.name] = build.make_worker(
+                        member, place, base, cache, manager, limits, occupancies[pool.device], stack
+                    )
             workers = [built[w.name] for w in where]
             for worker in workers:
                 with worker.enter():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from nanopd.engine.plan import StepPlan
@@ -54,10 +55,19 @@ class ElasticRunner:
         name: of the worker.
         alone, beside: runners on the whole card, and in the partition that is the worker's beside a neighbour.
         occupancy: shared by the workers of one card.
+        inside: entered around what the second one launches: the partition's stream, and what cuBLAS is told.
     """
 
-    def __init__(self, name: str, alone: Any, beside: Any, occupancy: Occupancy) -> None:
+    def __init__(
+        self,
+        name: str,
+        alone: Any,
+        beside: Any,
+        occupancy: Occupancy,
+        inside: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self.name = name
+        self._inside = inside
         self.alone, self.beside = alone, beside
         self.occupancy = occupancy
         self.kv_cache = alone.kv_cache
@@ -67,9 +77,13 @@ class ElasticRunner:
 
     def launch(self, plan: StepPlan, after_layer: Callable[[int], None] | None = None) -> ElasticStep:
         """See ``ModelRunner.launch``."""
-        runner = self.beside if self.occupancy.arrive(self.name) else self.alone
+        company = self.occupancy.arrive(self.name)
         try:
-            pending = runner.launch(plan, after_layer)
+            if company:
+                with self._inside():
+                    pending = self.beside.launch(plan, after_layer)
+            else:
+                pending = self.alone.launch(plan, after_layer)
         except BaseException:
             self.occupancy.leave(self.name)
             raise
@@ -81,7 +95,8 @@ class ElasticRunner:
 
     def capture_graphs(self, use_tqdm: bool = False) -> None:
         self.alone.capture_graphs(use_tqdm=use_tqdm)
-        self.beside.capture_graphs(use_tqdm=use_tqdm)
+        with self._inside():
+            self.beside.capture_graphs(use_tqdm=use_tqdm)
 
     def close(self) -> None:
         self.alone.close()

@@ -22,6 +22,7 @@ import torch
 from nanopd.errors import ConfigError, CudaUnavailableError
 from nanopd.ops.compiler import require_cuda_core
 
+BLAS_GROUP = 8  # SMs
 Made = tuple[Any, Any]  # green context and stream
 
 
@@ -177,8 +178,14 @@ def blas_sms(num_sms: int) -> Iterator[bool]:
     has a setting for the whole process only (``torch._C._set_sm_carveout_experimental``), but each of its threads has
     a cuBLAS handle of its own, and the target belongs to the handle. CUDA graphs keep the kernels chosen at capture.
 
+    Only counts in whole groups of ``BLAS_GROUP`` are told. On an H200, 32, 48 and 64 SMs gain 5 to 20 % by it, but 68,
+    84 and 100 lose 5 to 30 %: cuBLAS then rounds down to what its clusters divide.
+
     Yields whether cuBLAS was found and took it; it is a hint, and results do not depend on it.
     """
+    if num_sms % BLAS_GROUP:
+        yield False
+        return
     handle, blas = torch.cuda.current_blas_handle(), _cublas()
     done = blas is not None and blas.cublasSetSmCountTarget(ctypes.c_void_p(handle), num_sms) == 0
     try:
