@@ -62,7 +62,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
 def test_each_strategy_gets_its_workers_and_policy(fakes: list[dict], capsys: pytest.CaptureFixture[str]) -> None:
     places = ["--collocated", "cpu", "--prefill", "cpu/cores=0", "--decode", "cpu/cores=1"]
     names = ["--strategy", "collocated", "--strategy", "disaggregated", "--strategy", "threshold"]
-    settings = ["--policy", "max_local_prefill_length=7", "--no-goodput"]
+    settings = ["--policy", "max_local_prefill_length=7", "--no-goodput", "--prefill-chunk", "5"]
     assert run([*TINY, *places, *names, *settings]) == 0
     assert [f["policy"].name for f in fakes] == ["collocated", "disaggregated", "threshold"]
     assert [(len(f["collocated"]), len(f["prefill"]), len(f["decode"])) for f in fakes] == [
@@ -72,6 +72,8 @@ def test_each_strategy_gets_its_workers_and_policy(fakes: list[dict], capsys: py
     ]
     assert fakes[2]["policy"].max_local_prefill_length == 7
     assert fakes[0]["num_blocks"] == 64
+    assert [f.get("prefill_chunk") for f in fakes] == [5, 5, 5]
+    assert "collocated_chunk" not in fakes[0]
     shown = capsys.readouterr().out
     assert "equal hardware" in shown
     for name in ("collocated", "disaggregated", "threshold"):
@@ -99,11 +101,12 @@ def test_results_are_written_and_taken_up_again(
     assert "another run" in capsys.readouterr().err
 
 
-def test_a_tiny_model_is_really_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("how", [["--stream"], []], ids=["streamed", "final"])
+def test_a_tiny_model_is_really_served(how: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Workers, links, server and load as they are, on the CPU."""
     out = tmp_path / "r.json"
     places = ["--collocated", "cpu", "--prefill", "cpu", "--decode", "cpu"]
-    assert run([*TINY, *places, "--stream", "--no-goodput", "--out", str(out)]) == 0
+    assert run([*TINY, *places, *how, "--no-goodput", "--out", str(out)]) == 0
     report = load_report(out)
     assert report.strategies == ["collocated", "disaggregated"]
     for result in report.results:

@@ -21,6 +21,10 @@ from nanopd.course.progress import Progress
 from nanopd.engine.outputs import RequestMetrics
 from nanopd.errors import ModelLoadError, StepFailedError, UnknownRequestError
 
+COMMANDS = (
+    "doctor", "generate", "prepare", "bench-kernels", "bench-engine", "profile", "bench", "route", "simulate",
+    "progress",
+)  # fmt: skip
 CACHE = os.environ.get("NANOPD_CACHE")  # where the real model is; each test gets an empty folder instead
 
 
@@ -39,12 +43,12 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "HEAVY []" in done.stdout
-    for command in ("doctor", "generate", "prepare", "bench-kernels", "bench-engine", "progress"):
+    for command in COMMANDS:
         assert command in done.stdout
 
 
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("doctor", "generate", "prepare", "bench-kernels", "bench-engine", "progress"):
+    for command in COMMANDS:
         assert run([command, "--help"]) == 0
         assert "Usage: nanopd " + command in capsys.readouterr().out
 

@@ -177,12 +177,13 @@ def test_metrics_follow_from_the_stamps() -> None:
     metrics = RequestMetrics.from_stamps([stamps(1.0, 2.0, [4.0, 7.0, 8.0], 8.0, cached=3)])
     assert (metrics.ttft, metrics.queue_time, metrics.latency) == (3.0, 1.0, 7.0)
     assert (metrics.tpot, metrics.second_token_gap) == (2.0, 3.0)
+    assert metrics.itls == (3.0, 1.0)
     assert (metrics.num_output_tokens, metrics.num_cached_tokens, metrics.num_preemptions) == (3, 3, 0)
 
 
 def test_metrics_of_what_did_not_happen_are_none() -> None:
     one = RequestMetrics.from_stamps([stamps(1.0, 2.0, [4.0], 4.0)])
-    assert one.tpot is None and one.second_token_gap is None and one.ttft == 3.0
+    assert one.tpot is None and one.second_token_gap is None and one.itls == () and one.ttft == 3.0
     none = RequestMetrics.from_stamps([[Stamp(1.0, "arrived"), Stamp(1.0, "waiting"), Stamp(5.0, "finished")]])
     assert none.ttft is None and none.queue_time is None and none.latency == 4.0
 
@@ -191,3 +192,4 @@ def test_metrics_of_several_samples() -> None:
     samples = [stamps(1.0, 2.0, [4.0, 6.0], 6.0), stamps(1.0, 3.0, [5.0, 9.0], 9.0)]
     metrics = RequestMetrics.from_stamps(samples)
     assert (metrics.ttft, metrics.tpot, metrics.latency, metrics.num_output_tokens) == (3.0, 3.0, 8.0, 4)
+    assert metrics.itls == (2.0, 4.0)

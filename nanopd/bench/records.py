@@ -46,7 +46,7 @@ class RequestRecord:
     tpot_s: float | None = None  # (last - first token) / (tokens - 1); None with fewer than two tokens
     second_token_gap_s: float | None = None  # where a P/D transfer shows
     e2e_s: float | None = None
-    itls_s: tuple[float, ...] = ()  # gaps between successive tokens, where the target reports them
+    itls_s: tuple[float, ...] = ()  # gaps between tokens: as the client saw them if it streamed, else as stamped
     tokens: int = 0  # received
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     preemptions: int = 0
@@ -98,7 +98,7 @@ def finished_record(
             "preemptions": metrics.num_preemptions,
         }
     )
-    gaps = tuple(b - a for a, b in pairwise(token_times_s)) or tuple(getattr(metrics, "itls", ()))
+    gaps = tuple(b - a for a, b in pairwise(token_times_s)) or (metrics.itls if metrics else ())
     outcome, reason = _outcome(output, timeout_s, aborted_as)
     return RequestRecord(
         arrival.index,

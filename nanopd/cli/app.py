@@ -201,12 +201,14 @@ def bench(
     timeout: Annotated[float | None, typer.Option(help="Seconds after which a client gives up.")] = None,
     warmup: Annotated[float, typer.Option(help="Seconds at the start whose requests do not count.")] = 0.0,
     drain: Annotated[float, typer.Option(help="Seconds to wait for the last requests.")] = 60.0,
-    stream: Annotated[bool, typer.Option(help="Take each token as it comes, for gaps between tokens.")] = False,
+    stream: Annotated[bool, typer.Option(help="Take each token as it comes: gaps as a client sees them.")] = False,
     seed: Annotated[int, typer.Option(help="Of arrivals, lengths and prompts.")] = 0,
     goodput: Annotated[bool, typer.Option(help="Search the highest rate that meets the SLO.")] = True,
     allow_unequal: Annotated[bool, typer.Option(help="Compare unequal hardware, per GPU.")] = False,
     max_model_len: Annotated[int | None, typer.Option(help="Prompt and output together, tokens.")] = None,
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks of each pool.")] = None,
+    prefill_chunk: Annotated[int | None, typer.Option(help="Prompt tokens per step where nothing decodes.")] = None,
+    collocated_chunk: Annotated[int | None, typer.Option(help="Prompt tokens per step of collocated workers.")] = None,
     out: Out = None,
     figures: Annotated[Path | None, typer.Option(help="Folder for the figures.")] = None,
 ) -> None:
@@ -236,7 +238,12 @@ def bench(
         allow_unequal=allow_unequal,
         out=out,
         figures=figures,
-        cluster_options={"max_model_len": max_model_len, "num_blocks": num_blocks},
+        cluster_options={
+            "max_model_len": max_model_len,
+            "num_blocks": num_blocks,
+            "prefill_chunk": prefill_chunk,
+            "collocated_chunk": collocated_chunk,
+        },
     )
 
 

@@ -250,9 +250,7 @@ def show(report: Report, console: Console) -> None:
         times.add_row(*head, _three(s.ttft, 1e3), _three(s.tpot, 1e3), _three(s.e2e, 1.0), *gaps)
     console.print(counts)
     console.print("\nLatencies of completed requests from their scheduled arrival: p50/p90/p99.")
-    console.print(
-        f"2nd: gap before the second token, p99, ms. ITL: p99, ms{'' if _has_itl(report) else ' (needs --stream)'}."
-    )
+    console.print("2nd: gap before the second token; ITL: gaps between all tokens; both p99, ms.")
     console.print(times)
     limits = f"TTFT <= {_one(report.slo.ttft_s, 1e3)} ms and TPOT <= {_one(report.slo.tpot_s, 1e3)} ms"
     console.print(f"\nSLO: {limits}; {report.comparison}")
@@ -266,10 +264,6 @@ def _table(*headings: str) -> Table:
         left = heading in ("strategy", "dropped")
         table.add_column(heading, justify="left" if left else "right", overflow="fold")
     return table
-
-
-def _has_itl(report: Report) -> bool:
-    return any(result.summary.itl.count for result in report.results)
 
 
 def _three(values: Percentiles, factor: float) -> str:

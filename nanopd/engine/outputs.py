@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from nanopd.engine.request import FinishReason, Request, Stamp
 
@@ -12,7 +13,7 @@ from nanopd.engine.request import FinishReason, Request, Stamp
 class RequestMetrics:
     """Times of one request, in seconds of the engine's clock. None: it never came to that.
 
-    For n > 1 samples: the earliest start and first token, the latest end, and the mean of the samples' TPOTs.
+    For n > 1 samples: the earliest start and first token, the latest end, the mean of the samples' TPOTs, and all gaps.
     """
 
     arrival_time: float  # when the client wanted to send it, so that queueing outside of the engine counts
@@ -25,6 +26,7 @@ class RequestMetrics:
     num_preemptions: int
     tpot: float | None  # (last token - first token) / (tokens - 1); None with fewer than two tokens
     second_token_gap: float | None  # second token - first token: where a P/D transfer shows
+    itls: tuple[float, ...] = ()  # gaps between successive tokens, sample after sample
 
     @property
     def ttft(self) -> float | None:
@@ -60,6 +62,7 @@ class RequestMetrics:
             num_preemptions=sum(s.event == "preempted" for stamps in samples for s in stamps),
             tpot=sum(tpots) / len(tpots) if tpots else None,
             second_token_gap=max((t[1] - t[0] for t in tokens if len(t) > 1), default=None),
+            itls=tuple(b - a for t in tokens for a, b in pairwise(t)),
         )
 
     @classmethod

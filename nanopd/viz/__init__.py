@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from nanopd.viz.roofline_explorer import RooflineExplorer
     from nanopd.viz.route_explorer import RouteExplorer
     from nanopd.viz.route_map import RouteMap, draw_route_map
+    from nanopd.viz.serving import draw_attainment, draw_latency, draw_outcomes, draw_throughput, draw_violins
     from nanopd.viz.step_timeline import StepTimeline
     from nanopd.viz.style import PALETTE, styled
     from nanopd.viz.timeline import draw_steps, draw_timeline, spans
@@ -45,6 +46,11 @@ _HOME = {
     "RouteExplorer": "route_explorer",
     "RouteMap": "route_map",
     "draw_route_map": "route_map",
+    "draw_attainment": "serving",
+    "draw_latency": "serving",
+    "draw_outcomes": "serving",
+    "draw_throughput": "serving",
+    "draw_violins": "serving",
     "StepTimeline": "step_timeline",
     "TransferTimelineWidget": "transfer_timeline",
     "PALETTE": "style",
@@ -70,9 +76,12 @@ __all__ = [
     "Work",
     "decode_work",
     "draw_analytical_fits",
+    "draw_attainment",
     "draw_coverage",
     "draw_frontier",
     "draw_frontiers",
+    "draw_latency",
+    "draw_outcomes",
     "draw_pool",
     "draw_posterior",
     "draw_predictions",
@@ -80,8 +89,10 @@ __all__ = [
     "draw_route_map",
     "draw_step_terms",
     "draw_steps",
+    "draw_throughput",
     "draw_timeline",
     "draw_transfer_timeline",
+    "draw_violins",
     "draw_worker_steps",
     "prefill_work",
     "spans",
