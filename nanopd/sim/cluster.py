@@ -48,6 +48,7 @@ class SimulatedCluster:
         shared_pool: one KV pool for all workers of a device; None: if all prefill and decode workers sit on one.
         num_blocks: of every pool; None: by memory, a device's pools in the same parts as on real devices.
         memory_gb: of a device; None: what the profile measured, or what is known of the device.
+        elastic: as for ``Cluster.build``: partitions grow to the whole card while alone, decode workers take prompts.
         link_gb_s: of each link between two pools; None: the profile's bandwidth.
         latency_s: of each transfer.
         bus_gb_s: of one bus that all links share; None: there is none.
@@ -70,6 +71,7 @@ class SimulatedCluster:
     collocated_chunk: int | None = None
     max_model_len: int = 40_960
     enable_prefix_caching: bool = True
+    elastic: bool = False
     link_gb_s: float | None = None
     latency_s: float = 0.0
     bus_gb_s: float | None = None
@@ -134,8 +136,11 @@ class SimulatedCluster:
         return max(1, int(device_blocks(self.profile, self.block_size, self.memory_gb) * share))
 
     def _worker(self, placement: Placement, manager: BlockManager) -> Worker:
-        chunk = self.collocated_chunk if placement.role is Role.COLLOCATED else self.prefill_chunk
+        takes_prompts = self.elastic and placement.role is Role.DECODE
+        mixes = takes_prompts or placement.role is Role.COLLOCATED
+        chunk = self.collocated_chunk if mixes else self.prefill_chunk
         limits = SchedulerConfig(self.max_num_seqs, self.max_num_batched_tokens, chunk, self.max_model_len)
+        options: dict[str, Any] = {"takes_prompts": True} if takes_prompts else {}
         return _CLASSES[placement.role](
             placement.name,
             Scheduler(limits, manager),
@@ -143,6 +148,7 @@ class SimulatedCluster:
             self._fingerprint(),
             place=placement.spec.place,
             profile=None if placement.spec.num_sms is None else f"sm={placement.spec.num_sms}",
+            **options,
         )
 
     def _runner(self, spec: DeviceSpec) -> SimulatedRunner:
@@ -150,7 +156,8 @@ class SimulatedCluster:
         if spec.num_sms is not None:
             place = f"sm={spec.num_sms}"
             beside = modelled(models[place + BUSY]) if place + BUSY in models else None
-            return SimulatedRunner(modelled(self.profile.step_model(place)), beside, self.partition_slowdown)
+            alone = modelled(self.profile.step_model() if self.elastic else self.profile.step_model(place))
+            return SimulatedRunner(alone, beside, self.partition_slowdown)
         alone = modelled(self.profile.step_model()) if models else analytical(self.profile)
         return SimulatedRunner(alone, slowdown=TURNS)
 
