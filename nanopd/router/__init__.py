@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nanopd.router.central import CentralConfig, CentralScheduler
     from nanopd.router.decision import Decision, Path, Policy
-    from nanopd.router.policies import AlwaysCollocated, AlwaysDisaggregated, RoundRobin, make_policy
+    from nanopd.router.policies import (
+        POLICY_NAMES,
+        AlwaysCollocated,
+        AlwaysDisaggregated,
+        PrefillLengthThreshold,
+        RoundRobin,
+        make_policy,
+    )
     from nanopd.router.predictor import OutputLengthPredictor
+    from nanopd.router.rule import SeedEstimate, SeedRule
     from nanopd.router.server import Server
+    from nanopd.router.situation import Situation
     from nanopd.router.slo import SloAware
     from nanopd.router.snapshot import Snapshot, WorkerSnapshot
 
@@ -21,10 +30,15 @@ _HOME = {
     "CentralScheduler": "central",
     "Decision": "decision",
     "OutputLengthPredictor": "predictor",
+    "POLICY_NAMES": "policies",
     "Path": "decision",
     "Policy": "decision",
+    "PrefillLengthThreshold": "policies",
     "RoundRobin": "policies",
+    "SeedEstimate": "rule",
+    "SeedRule": "rule",
     "Server": "server",
+    "Situation": "situation",
     "SloAware": "slo",
     "Snapshot": "snapshot",
     "WorkerSnapshot": "snapshot",
@@ -38,10 +52,15 @@ __all__ = [
     "CentralScheduler",
     "Decision",
     "OutputLengthPredictor",
+    "POLICY_NAMES",
     "Path",
     "Policy",
+    "PrefillLengthThreshold",
     "RoundRobin",
+    "SeedEstimate",
+    "SeedRule",
     "Server",
+    "Situation",
     "SloAware",
     "Snapshot",
     "WorkerSnapshot",
