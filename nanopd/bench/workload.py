@@ -17,6 +17,7 @@ from nanopd.bench.lengths import Fixed, Lengths
 from nanopd.errors import ConfigError
 
 MOST_ARRIVALS = 1_000_000
+DOCUMENT_BLOCK = 512  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,37 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
+class Documents:
+    """Long beginnings that requests share: each asks about one of ``count`` documents of ``tokens`` tokens.
+
+    A prefix cache computes a document once; every decode that follows still reads its KV. So documents make KV heavy
+    and prefill light. They are the same at every rate. Raises ConfigError below 1 document or 1 token.
+    """
+
+    count: int
+    tokens: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.tokens < 1:
+            raise ConfigError(f"there must be at least 1 document of 1 token, got {self.count} of {self.tokens}")
+
+    def blocks(self, document: int) -> tuple[int, ...]:
+        """Ids of its blocks, below 0: their tokens do not depend on the rate, see `Schedule.prompt`."""
+        per_document = -(-self.tokens // DOCUMENT_BLOCK)
+        return tuple(-1 - document * per_document - i for i in range(per_document))
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
-    """A share of the requests: its weight among the parts, and its lengths."""
+    """A share of the requests: its weight among the parts, its lengths, and what their prompts begin with.
+
+    ``prompt`` is what comes after the document.
+    """
 
     weight: float
     prompt: Lengths
     output: Lengths
+    documents: Documents | None = None
 
 
 @dataclass(frozen=True)
@@ -79,16 +105,23 @@ class Workload:
         part = Part(1.0, Fixed(prompt), Fixed(output))
         return cls(f"fixed-{prompt}-{output}", (part,), prompt, output, "one length")
 
-    def draw(self, rng: random.Random) -> tuple[int, int]:
-        """(prompt tokens, output tokens), not clipped yet."""
+    def draw(self, rng: random.Random) -> tuple[int, int, tuple[int, ...]]:
+        """(prompt tokens, output tokens, shared blocks), not clipped yet."""
         (part,) = rng.choices(self.parts, [part.weight for part in self.parts])
-        return part.prompt.draw(rng), part.output.draw(rng)
+        prompt, output, documents = part.prompt.draw(rng), part.output.draw(rng), part.documents
+        if documents is None:
+            return prompt, output, ()
+        blocks = documents.blocks(rng.randrange(documents.count))
+        return len(blocks) * DOCUMENT_BLOCK + prompt, output, blocks
 
     def scaled(self, factor: float) -> Workload:
         """All lengths and maxima times ``factor``: the same shape for a smaller model."""
         if not factor > 0:
             raise ConfigError(f"a workload can be scaled by a positive factor, got {factor}")
-        parts = tuple(Part(p.weight, p.prompt.scaled(factor), p.output.scaled(factor)) for p in self.parts)
+        parts = tuple(
+            replace(p, prompt=p.prompt.scaled(factor), output=p.output.scaled(factor), documents=_scaled(p, factor))
+            for p in self.parts
+        )
         return replace(
             self,
             name=f"{self.name}*{factor:g}" if factor != 1 else self.name,
@@ -135,14 +168,15 @@ class Schedule:
     def prompt(self, arrival: Arrival, vocab_size: int) -> list[int]:
         """Token ids of ``arrival``, uniform in [0, vocab_size), the same in every process and for every strategy.
 
-        Tokens under a shared prefix id depend on that id, all others on the request.
+        Tokens under a shared prefix id depend on that id (below 0: and on no rate), all others on the request.
         """
         tokens: list[int] = []
         for block in arrival.prefix:
             size = min(arrival.prefix_block, arrival.prompt_tokens - len(tokens))
             if size == 0:  # a clipped prompt
                 break
-            tokens += _tokens(f"{self.seed}/{self.salt}/block/{block}", vocab_size, arrival.prefix_block)[:size]
+            salt = f"{self.salt}/block" if block >= 0 else "document"
+            tokens += _tokens(f"{self.seed}/{salt}/{block}", vocab_size, arrival.prefix_block)[:size]
         own = arrival.prompt_tokens - len(tokens)
         return tokens + _tokens(f"{self.seed}/{self.salt}/request/{arrival.index}", vocab_size, own)
 
@@ -165,6 +199,13 @@ class Schedule:
         arrivals = tuple(a for a in self.arrivals if a.time_s < duration_s)
         return replace(self, arrivals=arrivals, duration_s=duration_s, note=f"{self.note}; the first {duration_s:g} s")
 
+    def documents(self, vocab_size: int) -> list[list[int]]:
+        """Token ids of the shared documents that occur, to be computed once before a run that is to find them."""
+        first = {a.prefix: a for a in self.arrivals if a.prefix and a.prefix[0] < 0}
+        return [
+            self.prompt(replace(a, prompt_tokens=len(a.prefix) * a.prefix_block), vocab_size) for a in first.values()
+        ]
+
     def fingerprint(self) -> str:
         """16 hex digits that two schedules share only if times, lengths, prefixes and token seeds are equal."""
         digest = hashlib.sha256(repr((self.seed, self.salt, self.duration_s)).encode())
@@ -185,11 +226,26 @@ def poisson(workload: Workload, rate: float, duration_s: float, seed: int = 0) -
         raise ConfigError(f"rate {rate:g} for {duration_s:g} s makes over {MOST_ARRIVALS:,} arrivals")
     gaps, lengths = random.Random(f"{seed}/gaps"), random.Random(f"{seed}/lengths")
     arrivals = tuple(
-        Arrival(index, time_s, *workload.draw(lengths)).clipped(workload.max_prompt, workload.max_output)
+        Arrival(index, time_s, *workload.draw(lengths), prefix_block=DOCUMENT_BLOCK).clipped(
+            workload.max_prompt, workload.max_output
+        )
         for index, time_s in enumerate(_times(gaps, rate, duration_s))
     )
     note = f"Poisson arrivals at {rate:g}/s; lengths: {workload.source or 'as given'}"
     return Schedule(workload.name, arrivals, duration_s, seed, note, f"{rate!r}")
+
+
+def chain(name: str, parts: Sequence[Schedule]) -> Schedule:
+    """One after the other: a load that changes. They must share a seed; their tokens become others."""
+    if not parts or len({part.seed for part in parts}) != 1:
+        raise ConfigError(f"schedule {name!r} needs parts of one seed, got seeds {[part.seed for part in parts]}")
+    arrivals: list[Arrival] = []
+    begin = 0.0
+    for part in parts:
+        arrivals += [replace(a, index=len(arrivals) + i, time_s=begin + a.time_s) for i, a in enumerate(part.arrivals)]
+        begin += part.duration_s
+    note = "one after the other: " + "; ".join(f"{p.name} for {p.duration_s:g} s at {p.rate:.3g}/s" for p in parts)
+    return Schedule(name, tuple(arrivals), begin, parts[0].seed, note, "/".join(part.salt for part in parts))
 
 
 def schedules(workload: Workload, duration_s: float, seed: int = 0) -> Callable[[float], Schedule]:
@@ -207,6 +263,11 @@ def _times(rng: random.Random, rate: float, duration_s: float) -> Iterator[float
 def _tokens(seed: str, vocab_size: int, count: int) -> list[int]:
     """``choices`` takes one float per token: ten times as fast as ``randrange``, and as stable between versions."""
     return random.Random(seed).choices(range(vocab_size), k=count) if count > 0 else []
+
+
+def _scaled(part: Part, factor: float) -> Documents | None:
+    documents = part.documents
+    return documents and replace(documents, tokens=max(1, round(documents.tokens * factor)))
 
 
 def _check_rate(rate: float) -> None:
