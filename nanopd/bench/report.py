@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -60,12 +60,49 @@ class Report:
         """Runs of ``strategy`` by rate."""
         return sorted((r for r in self.results if r.strategy == strategy), key=lambda r: r.rate)
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a JSON file, floats to five digits."""
+        return {"schema": SCHEMA, **_rounded(asdict(self))}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any], where: str = "report") -> Report:
+        """Of what ``to_json`` wrote. ``where`` stands in messages.
+
+        Raises ReportError if it is damaged or of another version.
+        """
+        data = dict(row) if isinstance(row, Mapping) else {}
+        if (schema := data.pop("schema", None)) != SCHEMA:
+            raise ReportError(f"{where} has schema {schema!r}, this version reads {SCHEMA!r}")
+        try:
+            results = tuple(Result(**{**r, "summary": Summary.from_json(r["summary"])}) for r in data.pop("results"))
+            hardware = {
+                name: Hardware(tuple(h["devices"]), h["sms"], h["description"])
+                for name, h in data.pop("hardware").items()
+            }
+            goodput = {
+                name: Goodput(**{**g, "probes": tuple(Probe(**p) for p in g["probes"])})
+                for name, g in data.pop("goodput").items()
+            }
+            return cls(results=results, hardware=hardware, goodput=goodput, slo=SLO(**data.pop("slo")), **data)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ReportError(f"{where} is damaged: {type(error).__name__}: {error}") from error
+
+    def thinned(self, most_samples: int) -> Report:
+        """With at most that many samples of each latency per run, evenly by size: violins from a smaller file."""
+        return replace(
+            self,
+            results=tuple(
+                replace(run, samples={name: _every(values, most_samples) for name, values in run.samples.items()})
+                for run in self.results
+            ),
+        )
+
     def save(self, path: str | Path) -> Path:
         """Write the JSON, whole or not at all; returns the path."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps({"schema": SCHEMA, **_rounded(asdict(self))}, indent=1) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
         os.replace(partial, path)
         return path
 
@@ -93,21 +130,7 @@ def load_report(path: str | Path) -> Report:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ReportError(f"cannot read the report {path}: {error}") from error
-    schema = data.pop("schema", None) if isinstance(data, dict) else None
-    if schema != SCHEMA:
-        raise ReportError(f"{path} has schema {schema!r}, this version reads {SCHEMA!r}")
-    try:
-        results = tuple(Result(**{**r, "summary": Summary.from_json(r["summary"])}) for r in data.pop("results"))
-        hardware = {
-            name: Hardware(tuple(h["devices"]), h["sms"], h["description"]) for name, h in data.pop("hardware").items()
-        }
-        goodput = {
-            name: Goodput(**{**g, "probes": tuple(Probe(**p) for p in g["probes"])})
-            for name, g in data.pop("goodput").items()
-        }
-        return Report(results=results, hardware=hardware, goodput=goodput, slo=SLO(**data.pop("slo")), **data)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ReportError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    return Report.from_json(data, str(path))
 
 
 def samples(records: list[RequestRecord], warmup_s: float = 0.0) -> dict[str, list[float]]:
@@ -115,10 +138,13 @@ def samples(records: list[RequestRecord], warmup_s: float = 0.0) -> dict[str, li
     done = [r for r in records if r.outcome is Outcome.COMPLETED and r.time_s >= warmup_s]
     found: dict[str, list[float]] = {}
     for name in ("ttft_s", "tpot_s", "e2e_s"):
-        values = sorted(value for r in done if (value := getattr(r, name)) is not None)
-        step = max(1, -(-len(values) // MOST_SAMPLES))
-        found[name] = values[::step]
+        found[name] = _every(sorted(value for r in done if (value := getattr(r, name)) is not None), MOST_SAMPLES)
     return found
+
+
+def _every(values: list[float], most: int) -> list[float]:
+    """Every k-th of them, so that at most that many are left."""
+    return values[:: max(1, -(-len(values) // most))]
 
 
 def basic_environment(command: str = "") -> dict[str, str]:
