@@ -100,7 +100,7 @@ Waits = Callable[[int, int, int], list[tuple[int, int]]]
 def relay_waits_stub(piece: int, stage: int, depth: int) -> list[tuple[int, int]]:
     """Events that a stage of the relay must wait for before it takes up a piece: [(piece, stage), ...].
 
-    Stages 0 gather, 1 to the host, 2 from the host, 3 scatter, each on a stream of its own that does pieces 0, 1, 2, ...
+    Stages 0 gather, 1 to the host, 2 from the host, 3 scatter, each on a stream of its own that does pieces 0, 1, ...
     in order, so nobody needs an event for its own stream. Between stages s and s + 1 lie depth buffers: piece p uses
     number p % depth. Stage s reads the buffer in front of it and writes the one behind it; gather reads the one pool,
     scatter writes the other. (p, s) stands for "stage s is through with piece p". Wait for nothing that is not needed:
