@@ -61,17 +61,17 @@ class Sizes:
 
 
 def gpu_sizes(device: str = "cuda:0") -> Sizes:
-    """Light and heavy KV; decode on about a half, 3/8, 5/16 and a quarter of the SMs, prefill on the others."""
+    """Light and heavy KV; decode on about a half, 3/8 and 5/16 of the SMs, prefill on the others."""
     total = gpu_sms()[device]
-    counts = sorted({max(8, round(total * share / 8) * 8) for share in (0.485, 0.364, 0.303, 0.242)}, reverse=True)
+    counts = sorted({max(8, round(total * share / 8) * 8) for share in (0.485, 0.364, 0.303)}, reverse=True)
     splits = tuple((f"{device}/sm={count}", f"{device}/sm={total - count}") for count in counts)
     return Sizes(
         states=((16, 1024), (64, 8192), (32, 24576)),
-        chunks=(128, 256, 384, 512, 1024, 2048),
+        chunks=(128, 256, 384, 512, 1024),
         splits=splits,
         whole=device,
         prompt=2048,
-        seconds=1.6,
+        seconds=1.4,
     )
 
 
