@@ -118,7 +118,7 @@ class CentralScheduler:
                 f"request {first.parent_id!r}: {len(self._entries)} sequences are unfinished, the limit is {limit}"
             )
         predicted = None if self.predictor is None else self.predictor.predict(first)
-        decision = self.policy.decide(first, self.snapshot(now), predicted)
+        decision = self.policy.decide(first, self.snapshot(now, first), predicted)
         path = self._roster.possible_path(first, decision.path)
         self.desk.open(Job(prompt, sequences, self._tokenizer, stream=stream, on_output=on_output))
         for request in sequences:
@@ -143,9 +143,9 @@ class CentralScheduler:
                 self._finish(entry, FinishReason.ABORTED, now)
         self._grant(now)
 
-    def snapshot(self, now: float) -> Snapshot:
-        """What a policy may know. O(workers)."""
-        alive = tuple(self._snapshot(worker) for worker in self.workers.values() if worker.alive)
+    def snapshot(self, now: float, request: Request | None = None) -> Snapshot:
+        """What a policy may know, of ``request`` how much of it is cached. O(workers), and O(prompt) where it is."""
+        alive = tuple(self._snapshot(worker, request) for worker in self.workers.values() if worker.alive)
         num_bytes = self._moves.num_tokens * self.kv_bytes_per_token
         return Snapshot(
             now=now,
@@ -158,7 +158,7 @@ class CentralScheduler:
             link_gb_s=self.link_gb_s,
         )
 
-    def _snapshot(self, worker: Worker) -> WorkerSnapshot:
+    def _snapshot(self, worker: Worker, request: Request | None) -> WorkerSnapshot:
         scheduler, blocks = worker.scheduler, worker.block_manager
         step = self._steps.get(worker.name)
         return WorkerSnapshot(
@@ -175,6 +175,7 @@ class CentralScheduler:
             free_seats=scheduler.num_free_seats,
             step_started=None if step is None else step.start,
             takes_prompts=worker.serves(Role.COLLOCATED) and worker.role is Role.DECODE,
+            cached_tokens=0 if request is None else blocks.peek_prefix(request.all_token_ids),
         )
 
     # --- steps -----------------------------------------------------------------------------------------------
@@ -195,7 +196,9 @@ class CentralScheduler:
             self._stream(worker, step, now)
         self._blocked.discard(worker.name)
         self._steps[worker.name] = step
-        self._note(now, "step", worker.name, f"{plan.num_decodes} decodes, {plan.num_prefill_tokens} prefill tokens")
+        if self.observe is not None:  # else nobody reads the text
+            detail = f"{plan.num_decodes} decodes, {plan.num_prefill_tokens} prefill tokens"
+            self._note(now, "step", worker.name, detail)
         return step
 
     def _schedule(self, worker: Worker, now: float) -> StepPlan:

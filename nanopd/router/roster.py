@@ -31,6 +31,8 @@ class Roster:
             if mine.differences(theirs):
                 raise ConfigError(f"{source} and {destination} differ in layout: {'; '.join(mine.differences(theirs))}")
 
+        self._pools = {one.name: [other for other in workers if other.shares_pool_with(one)] for one in workers}
+
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.workers.values())
 
@@ -40,7 +42,7 @@ class Roster:
 
     def pool_of(self, worker: Worker) -> list[Worker]:
         """Workers that take blocks from the same pool, the worker itself included."""
-        return [other for other in self if other.shares_pool_with(worker)]
+        return self._pools[worker.name]
 
     def pairs(self) -> list[tuple[PrefillWorker, DecodeWorker]]:
         """Prefill and decode workers, alive, between which KV can move or need not."""

@@ -23,7 +23,7 @@ from nanopd.router.central import CentralConfig, Predictor
 from nanopd.router.decision import Policy
 from nanopd.sim.devices import device_blocks
 from nanopd.sim.driver import VirtualDriver
-from nanopd.sim.durations import analytical, modelled
+from nanopd.sim.durations import analytical, modelled, stretched
 from nanopd.sim.link import Lane, SimulatedLink
 from nanopd.sim.runner import SimulatedRunner
 from nanopd.workers.pools import Placement, placements, plan_pools
@@ -120,13 +120,14 @@ class SimulatedCluster:
 
     def _build(self) -> tuple[list[Worker], dict[tuple[str, str], SimulatedLink]]:
         where = self._placements()
+        devices = [placement.spec.device for placement in where]
         built: dict[str, Worker] = {}
         for pool in plan_pools(where, self.shared_pool):
             manager = BlockManager(
                 self._pool_blocks(pool.share), self.block_size, enable_prefix_caching=self.enable_prefix_caching
             )
             for member in pool.members:
-                built[member.name] = self._worker(member, manager)
+                built[member.name] = self._worker(member, manager, devices.count(member.spec.device) > 1)
         workers = [built[placement.name] for placement in where]
         return workers, self._links(workers)
 
@@ -135,7 +136,7 @@ class SimulatedCluster:
             return self.num_blocks
         return max(1, int(device_blocks(self.profile, self.block_size, self.memory_gb) * share))
 
-    def _worker(self, placement: Placement, manager: BlockManager) -> Worker:
+    def _worker(self, placement: Placement, manager: BlockManager, has_neighbours: bool) -> Worker:
         takes_prompts = self.elastic and placement.role is Role.DECODE
         mixes = takes_prompts or placement.role is Role.COLLOCATED
         chunk = self.collocated_chunk if mixes else self.prefill_chunk
@@ -144,22 +145,23 @@ class SimulatedCluster:
         return _CLASSES[placement.role](
             placement.name,
             Scheduler(limits, manager),
-            self._runner(placement.spec),
+            self._runner(placement.spec, has_neighbours),
             self._fingerprint(),
             place=placement.spec.place,
             profile=None if placement.spec.num_sms is None else f"sm={placement.spec.num_sms}",
             **options,
         )
 
-    def _runner(self, spec: DeviceSpec) -> SimulatedRunner:
+    def _runner(self, spec: DeviceSpec, has_neighbours: bool) -> SimulatedRunner:
         models = self.profile.step_time
         if spec.num_sms is not None:
             place = f"sm={spec.num_sms}"
-            beside = modelled(models[place + BUSY]) if place + BUSY in models else None
-            alone = modelled(self.profile.step_model() if self.elastic else self.profile.step_model(place))
-            return SimulatedRunner(alone, beside, self.partition_slowdown)
+            share = modelled(self.profile.step_model(place))
+            busy = models.get(place + BUSY)
+            beside = stretched(share, self.partition_slowdown) if busy is None else modelled(busy)
+            return SimulatedRunner(modelled(self.profile.step_model()) if self.elastic else share, beside)
         alone = modelled(self.profile.step_model()) if models else analytical(self.profile)
-        return SimulatedRunner(alone, slowdown=TURNS)
+        return SimulatedRunner(alone, stretched(alone, TURNS) if has_neighbours else None)
 
     def _num_layers(self) -> int:
         shape = presets().get(self.profile.model.removeprefix("dummy:"))

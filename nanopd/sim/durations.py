@@ -6,6 +6,7 @@ which nothing else is known; and a list of durations, recorded or drawn.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 from nanopd.costmodel.analytical import AnalyticalModel
@@ -13,7 +14,7 @@ from nanopd.costmodel.features import StepFeatures
 from nanopd.costmodel.hardware_profile import HardwareProfile
 from nanopd.costmodel.step_time import StepTimeModel
 from nanopd.engine.plan import StepPlan
-from nanopd.errors import SimulationError
+from nanopd.errors import ConfigError, SimulationError
 
 StepTime = Callable[[StepPlan], float]  # seconds
 
@@ -36,6 +37,13 @@ def analytical(profile: HardwareProfile) -> StepTime:
         return max(alpha * tokens, model.decode_step_ms(batch) + gamma * tokens) / 1e3
 
     return seconds
+
+
+def stretched(seconds: StepTime, factor: float) -> StepTime:
+    """``factor`` times as long. Raises ConfigError unless that is at least 1 and finite."""
+    if not (factor >= 1.0 and math.isfinite(factor)):
+        raise ConfigError(f"the slowdown beside a busy neighbour must be at least 1 and finite, got {factor!r}")
+    return lambda plan: factor * seconds(plan)
 
 
 def listed(seconds: Iterable[float]) -> StepTime:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -53,7 +54,7 @@ def run_virtual(
     as unfinished. Raises SimulationError if requests are in flight and nobody serves them.
     """
     client = _Client(driver, schedule, options or LoadOptions())
-    with _progress(len(schedule), use_tqdm, label) as show:
+    with _progress(len(schedule), use_tqdm, label) as show, _rare_collections():
         while client.goes_on:
             driver.advance()
             show(client.flights)
@@ -135,6 +136,17 @@ class _Client:
     def _abort(self, name: str) -> None:
         with suppress(UnknownRequestError):  # it has just finished
             self.driver.abort(name)
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Python looks for cycles after every 700 new objects; a simulation makes millions, and no cycle. Saves a sixth."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @contextmanager
