@@ -15,6 +15,8 @@ from nanopd.costmodel import (
     StepPoint,
     StepTimeModel,
     load_profile,
+    own_profile,
+    own_profile_path,
     preset,
     preset_names,
 )
@@ -123,6 +125,16 @@ def test_every_preset_loads_and_is_what_its_name_says() -> None:
         assert (profile.model, profile.kv_bytes_per_token) == ("qwen3-8b", 147456)
         assert profile.source
     assert load_profile("h20") == preset("h20")
+
+
+def test_the_reader_s_own_profile_or_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOPD_CACHE", str(tmp_path))
+    assert own_profile("h20") == preset("h20")
+    PROFILE.save(own_profile_path())
+    assert own_profile("h20") == PROFILE
+    own_profile_path().write_text("{}")
+    with pytest.raises(ConfigError, match=r"profile\.json: a hardware profile is"):
+        own_profile()
 
 
 def test_the_published_values_are_exact() -> None:

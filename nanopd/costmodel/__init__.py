@@ -10,7 +10,14 @@ if TYPE_CHECKING:
     from nanopd.costmodel.cost_model import CostModel, LoadState, RequestSize
     from nanopd.costmodel.estimate import Estimate
     from nanopd.costmodel.features import StepFeatures, StepPoint
-    from nanopd.costmodel.hardware_profile import HardwareProfile, load_profile, preset, preset_names
+    from nanopd.costmodel.hardware_profile import (
+        HardwareProfile,
+        load_profile,
+        own_profile,
+        own_profile_path,
+        preset,
+        preset_names,
+    )
     from nanopd.costmodel.places import measure_cluster, measure_link
     from nanopd.costmodel.profiler import measure_place, profile_device
     from nanopd.costmodel.quality import FitQuality
@@ -36,6 +43,8 @@ _HOME = {
     "measure_cluster": "places",
     "measure_link": "places",
     "measure_place": "profiler",
+    "own_profile": "hardware_profile",
+    "own_profile_path": "hardware_profile",
     "prefill_steps": "step_time",
     "preset": "hardware_profile",
     "preset_names": "hardware_profile",
@@ -60,6 +69,8 @@ __all__ = [
     "measure_cluster",
     "measure_link",
     "measure_place",
+    "own_profile",
+    "own_profile_path",
     "prefill_steps",
     "preset",
     "preset_names",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
@@ -169,6 +170,17 @@ def load_profile(name_or_path: str | Path) -> HardwareProfile:
         return HardwareProfile.from_json(path.read_text("utf-8"))
     except (ConfigError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def own_profile_path() -> Path:
+    """Where the profile of the reader's own device is kept: ``$NANOPD_CACHE/profile.json``, else ``~/.cache/nanopd``."""
+    return Path(os.environ.get("NANOPD_CACHE") or "~/.cache/nanopd").expanduser() / "profile.json"
+
+
+def own_profile(fallback: str = "h200") -> HardwareProfile:
+    """The profile that notebook 07 saved on this machine, or else the preset ``fallback``. Raises ConfigError."""
+    path = own_profile_path()
+    return load_profile(path) if path.is_file() else preset(fallback)
 
 
 # --- inside ------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ def profile_device(
     llm: LLM,
     *,
     quick: bool = False,
+    sizes: Sizes | None = None,
     link_gb_s: float | None = None,
     link: str | None = None,
     seed: int = 0,
@@ -46,6 +47,7 @@ def profile_device(
 
     Args:
         llm: idle; its whole KV pool is used, so that its prefix cache is empty afterwards.
+        sizes: what to measure, instead of the default for the device and ``quick``.
         link_gb_s, link: what ``nanopd.transfer`` measured on the path that transfers take; None if nothing moves.
         seed: of the random points.
 
@@ -59,6 +61,7 @@ def profile_device(
         llm.block_manager,
         vocab_size=llm.config.vocab_size,
         quick=quick,
+        sizes=sizes,
         seed=seed,
         use_tqdm=use_tqdm,
     )
