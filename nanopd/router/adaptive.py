@@ -92,18 +92,19 @@ class Adaptive:
         """(chunks, partitions) beside the decodes that run now."""
         decode, prefill = snapshot.of(Role.DECODE)[0], snapshot.of(Role.PREFILL)[0]
         running = StepFeatures.decode(decode.num_running, decode.running_tokens)
-        tokens, whole = request.num_tokens, self._model(WHOLE)
-        mixed = whole.prefill_ms(tokens, chunk_size=self.chunk_size, beside=running)
+        cached, whole = min(decode.cached_tokens, request.num_tokens - 1), self._model(WHOLE)
+        tokens = request.num_tokens - cached
+        mixed = whole.prefill_ms(tokens, start=cached, chunk_size=self.chunk_size, beside=running)
         steps = math.ceil(tokens / self.chunk_size)
         chunks = Mode(Path.COLLOCATED, mixed / steps, tokens / mixed)
         if running.num_decodes == 0:  # then the prefill worker has the whole card as well
-            return chunks, Mode(Path.DISAGGREGATED, 0.0, tokens / self._prefill_ms(whole, tokens))
-        beside = self._prefill_ms(self._model(_place(prefill) + BUSY), tokens)
+            return chunks, Mode(Path.DISAGGREGATED, 0.0, tokens / self._prefill_ms(whole, tokens, cached))
+        beside = self._prefill_ms(self._model(_place(prefill) + BUSY), tokens, cached)
         step = self._model(_place(decode) + BUSY).step_ms(running)
         return chunks, Mode(Path.DISAGGREGATED, step, tokens / beside)
 
-    def _prefill_ms(self, model: StepTimeModel, tokens: int) -> float:
-        return model.prefill_ms(tokens, chunk_size=self.prefill_chunk_size)
+    def _prefill_ms(self, model: StepTimeModel, tokens: int, cached: int) -> float:
+        return model.prefill_ms(tokens, start=cached, chunk_size=self.prefill_chunk_size)
 
     def _choose(self, chunks: Mode, partitions: Mode, current: Path | None) -> tuple[Mode, str]:
         kept = [mode for mode in (chunks, partitions) if mode.tpot_ms <= self.tpot_ms]

@@ -116,7 +116,7 @@ def cached_tokens(snapshot: Snapshot) -> int:
 
     A snapshot that was taken without looking at a request says nothing about it: then none.
     """
-    return max((getattr(worker, "cached_tokens", 0) for worker in snapshot.of(Role.COLLOCATED)), default=0)
+    return max((worker.cached_tokens for worker in snapshot.of(Role.COLLOCATED)), default=0)
 
 
 # --- by name ---------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def long_handoff(
     *,
     relay: bool = True,
 ) -> dict[str, Any]:
-    """One prompt's KV over each path; with ``relay`` the raw pinned copy of as many bytes, and the relay by piece size."""
+    """One prompt over each path; with ``relay`` the raw pinned copy of as many bytes, and the relay by piece size."""
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     pools = [_pool(loaded, 2 * num_blocks, device) for device in (source, destination)]
     ops = [get_ops(source), get_ops(destination)]

@@ -1,0 +1,205 @@
+"""One card, three strategies: chunks on all SMs, prefill and decode in partitions, and whichever suits.
+
+    python -m nanopd.bench.one_card --profile h200          # writes docs/results/<gpu>/serving.json
+
+The same arrivals and prompts for all, on the same card. Two workloads that each favour one way of computing prompts,
+and one in which they take turns:
+
+* ``light``: prompts of about 1,000 tokens that nobody shares, short outputs. There is much to prefill and little KV.
+* ``heavy``: questions of about 1,000 tokens about one of 16 documents of 8,192. The prefix cache answers for the
+  documents, every decode still reads their KV.
+* ``phases``: a few seconds of the one, a few seconds of the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanopd.bench.lengths import Uniform
+from nanopd.bench.load import LoadOptions, run_load
+from nanopd.bench.metrics import SLO, Summary, summarize
+from nanopd.bench.raw import write_records
+from nanopd.bench.workload import Documents, Part, Schedule, Workload, chain, poisson
+from nanopd.costmodel.hardware_profile import HardwareProfile, load_profile
+from nanopd.engine.sampling_params import SamplingParams
+from nanopd.router.adaptive import Adaptive
+from nanopd.router.decision import Policy
+from nanopd.router.policies import make_policy
+
+LIGHT = Workload("light", (Part(1.0, Uniform(512, 1536), Uniform(32, 96)),))
+HEAVY = Workload("heavy", (Part(1.0, Uniform(512, 1536), Uniform(96, 160), Documents(16, 8192)),))
+OBJECTIVES = SLO(ttft_s=1.0, tpot_s=0.035)
+SEED = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run: the rates of both workloads, and multiples of ``phase_rates`` for the one that alternates."""
+
+    light: tuple[float, ...] = (12.0, 17.0, 22.0, 27.0, 32.0, 37.0)
+    heavy: tuple[float, ...] = (6.0, 8.5, 11.0, 13.5, 16.0, 18.5)
+    phases: tuple[float, ...] = (0.7, 0.85, 1.0)
+    phase_rates: tuple[float, float] = (26.0, 12.5)
+    duration_s: float = 6.0
+    phase_s: float = 3.5
+    drain_s: float = 2.0
+
+    def schedules(self) -> Iterator[tuple[str, float, Schedule]]:
+        """(workload, rate or multiple, arrivals)."""
+        for rate in self.light:
+            yield "light", rate, poisson(LIGHT, rate, self.duration_s, SEED)
+        for rate in self.heavy:
+            yield "heavy", rate, poisson(HEAVY, rate, self.duration_s, SEED)
+        for factor in self.phases:
+            yield "phases", factor, self.phase_schedule(factor)
+
+    def phase_schedule(self, factor: float) -> Schedule:
+        pair = [(LIGHT, self.phase_rates[0]), (HEAVY, self.phase_rates[1])]
+        parts = [poisson(load, rate * factor, self.phase_s, SEED) for load, rate in pair]
+        return chain("phases", parts * 2)
+
+
+@dataclass(frozen=True)
+class Card:
+    """Places on one card, and the model: options of ``Cluster.build``."""
+
+    model: Any
+    whole: str
+    prefill: str
+    decode: str
+    options: Mapping[str, Any]
+
+    @contextmanager
+    def serve(self, strategy: str, policy: Policy) -> Iterator[Any]:
+        """A server of one of the three strategies."""
+        from nanopd.router.server import Server
+        from nanopd.workers.cluster import Cluster
+
+        apart: dict[str, Any] = {"prefill": [self.prefill], "decode": [self.decode], "shared_pool": True}
+        places = {
+            "chunked": {"collocated": [self.whole]},
+            "partitions": apart,
+            "adaptive": {**apart, "elastic": True},
+        }[strategy]
+        with Cluster.build(self.model, **places, **self.options) as cluster, Server.of(cluster, policy) as server:
+            yield server
+
+
+def policies(profile: HardwareProfile, chunk_size: int) -> dict[str, Callable[[], Policy]]:
+    """By strategy."""
+    assert OBJECTIVES.tpot_s is not None
+    tpot_ms = OBJECTIVES.tpot_s * 1e3
+    return {
+        "chunked": lambda: make_policy("collocated"),
+        "partitions": lambda: make_policy("disaggregated"),
+        "adaptive": lambda: Adaptive(profile.step_time, tpot_ms, chunk_size=chunk_size),
+    }
+
+
+def compare(
+    card: Card,
+    profile: HardwareProfile,
+    plan: Plan,
+    *,
+    chunk_size: int,
+    raw: Path | None = None,
+    show: Callable[[str], None] = print,
+    save: Callable[[dict[str, Any]], None] = lambda result: None,
+) -> dict[str, Any]:
+    """Run everything, strategy after strategy. ``save`` is called after each run with what there is so far.
+
+    Returns: ``{"slo", "plan", "runs": {workload: {rate: {strategy: Summary as JSON}}}}``.
+    """
+    result: dict[str, Any] = {
+        "slo": {"ttft_s": OBJECTIVES.ttft_s, "tpot_s": OBJECTIVES.tpot_s},
+        "chunk_size": chunk_size,
+        "places": {"whole": card.whole, "prefill": card.prefill, "decode": card.decode},
+        "duration_s": plan.duration_s,
+        "phase_s": plan.phase_s,
+        "phase_rates": list(plan.phase_rates),
+        "runs": {},
+    }
+    for strategy, policy in policies(profile, chunk_size).items():
+        with card.serve(strategy, policy()) as server:
+            _warm_up(server, plan)
+            for workload, rate, schedule in plan.schedules():
+                summary = _run(server, schedule, plan, raw and raw / f"{workload}-{rate:g}-{strategy}.jsonl")
+                result["runs"].setdefault(workload, {}).setdefault(f"{rate:g}", {})[strategy] = summary.to_json()
+                show(_line(strategy, workload, rate, summary))
+                save(result)
+    return result
+
+
+def _warm_up(server: Any, plan: Plan) -> None:
+    """What every step needs once: the documents' KV, and kernels of each kind."""
+    once = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    documents = {tuple(d) for _, _, schedule in plan.schedules() for d in schedule.documents(server.vocab_size)}
+    server.generate([[1, 2, 3], *map(list, sorted(documents))], once, use_tqdm=False)
+
+
+def _run(server: Any, schedule: Schedule, plan: Plan, raw: Path | None) -> Summary:
+    options = LoadOptions(drain_s=plan.drain_s)
+    records = run_load(server, schedule, vocab_size=server.vocab_size, options=options, use_tqdm=False)
+    server.drain(30.0)
+    if raw is not None:
+        write_records(raw, {"workload": schedule.name, "fingerprint": schedule.fingerprint()}, records)
+    return summarize(records, OBJECTIVES, offered=len(schedule), duration_s=schedule.duration_s)
+
+
+def _line(strategy: str, workload: str, rate: float, summary: Summary) -> str:
+    times = ", ".join(
+        f"{name} p50 {_ms(found.p50)} p90 {_ms(found.p90)} ms"
+        for name, found in (("ttft", summary.ttft), ("tpot", summary.tpot))
+    )
+    counters = summary.counters
+    done = f"{counters.completed}/{counters.offered} done"
+    return f"{workload:7} {rate:5.4g} {strategy:10} attained {summary.attainment:.3f}  {times}  {done}"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    from nanopd.model.loader import load_model
+    from nanopd.ops.measure import write_result
+
+    parser = argparse.ArgumentParser(prog="python -m nanopd.bench.one_card", description=__doc__)
+    parser.add_argument("--model", default="dummy:qwen3-8b")
+    parser.add_argument("--profile", default="h200", help="name of a preset or a file of nanopd profile")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--decode-sms", type=int, default=64)
+    parser.add_argument("--prefill-sms", type=int, default=68)
+    parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--blocks", type=int, default=40_000)
+    parser.add_argument("--out", type=Path, help="folder of records; docs/results by default")
+    options = parser.parse_args(arguments)
+    sizes = (1, 2, 4, 8, *range(16, 129, 8), 160, 192, 256)
+    card = Card(
+        load_model(options.model, device=options.device),
+        whole=options.device,
+        prefill=f"{options.device}/sm={options.prefill_sms}",
+        decode=f"{options.device}/sm={options.decode_sms}",
+        options={
+            "num_blocks": options.blocks,
+            "collocated_chunk": options.chunk,
+            "max_model_len": 16_384,
+            "graph_sizes": sizes,
+            "use_tqdm": False,
+        },
+    )
+
+    def save(result: dict[str, Any]) -> None:
+        write_result("serving", result, device=options.device, folder=options.out)
+
+    raw = None if options.out is None else options.out / "serving"
+    compare(card, load_profile(options.profile), Plan(), chunk_size=options.chunk, raw=raw, save=save)
+
+
+if __name__ == "__main__":
+    main()
