@@ -173,7 +173,7 @@ def load_profile(name_or_path: str | Path) -> HardwareProfile:
 
 
 def own_profile_path() -> Path:
-    """Where the profile of the reader's own device is kept: ``$NANOPD_CACHE/profile.json``, else ``~/.cache/nanopd``."""
+    """Where the reader's own profile is kept: ``$NANOPD_CACHE/profile.json``, else in ``~/.cache/nanopd``."""
     return Path(os.environ.get("NANOPD_CACHE") or "~/.cache/nanopd").expanduser() / "profile.json"
 
 
