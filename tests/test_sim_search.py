@@ -10,18 +10,19 @@ from nanopd.bench.goodput import find_goodput
 from nanopd.bench.load import LoadOptions
 from nanopd.bench.metrics import SLO, Summary
 from nanopd.bench.workload import Schedule, Workload, poisson
+from nanopd.costmodel.features import StepFeatures
 from nanopd.costmodel.hardware_profile import preset
 from nanopd.costmodel.step_time import StepTimeModel
 from nanopd.errors import ConfigError
 from nanopd.router.policies import make_policy
 from nanopd.sim import cluster as cluster_module
-from nanopd.sim.bounds import bound
+from nanopd.sim.bounds import _plan, bound
 from nanopd.sim.cluster import SimulatedCluster
 from nanopd.sim.devices import device_blocks
 from nanopd.sim.durations import analytical
 from nanopd.sim.layouts import Layout, ratios, splits
 from nanopd.sim.search import default_policy, search_layouts, simulate
-from tests.sim_cases import cluster, profile
+from tests.sim_cases import HALF, WHOLE, cluster, profile
 
 SIZES = Workload.fixed(400, 12)
 TIGHT = SLO(ttft_s=1.0, tpot_s=0.2)
@@ -47,6 +48,27 @@ def test_workers_are_those_of_a_real_cluster() -> None:
     apart = cluster(1, 1, 2)
     assert set(apart.driver(make_policy("collocated")).links) == {("prefill0", "decode0"), ("prefill0", "decode1")}
     assert apart.hardware.num_gpus == 4 and made.hardware.num_gpus == 1
+
+
+def test_elastic_partitions_have_the_whole_card_while_alone() -> None:
+    """Beside a busy neighbour they have their share, which is slower still; measured if the profile has that place."""
+    plan = _plan(0, 0, [(0, 100)])
+    whole, half = (model.step_ms(StepFeatures.of(plan)) / 1e3 for model in (WHOLE, HALF))
+    places = {"prefill": ["cuda:0/sm=84"], "decode": ["cuda:0/sm=48"]}
+    fixed, elastic = (SimulatedCluster(profile(), elastic=e, **places).workers()[0] for e in (False, True))
+    assert fixed.runner.seconds(plan) == pytest.approx((half, 1.24 * half))
+    assert elastic.runner.seconds(plan) == pytest.approx((whole, 1.24 * half))
+    models = {**profile().step_time, "sm=84" + cluster_module.BUSY: SLOW}
+    measured = SimulatedCluster(profile(step_time=models), elastic=True, **places).workers()[0]
+    assert measured.runner.seconds(plan) == pytest.approx((whole, SLOW.step_ms(StepFeatures.of(plan)) / 1e3))
+
+
+def test_a_whole_card_is_shared_only_with_neighbours() -> None:
+    plan = _plan(1, 50, [])
+    alone, shared = (SimulatedCluster(profile(), ["cuda:0"] * n).workers()[0].runner.seconds(plan) for n in (1, 2))
+    assert alone[0] == alone[1] == shared[0] and shared[1] == 2 * alone[0]
+    with pytest.raises(ConfigError, match="slowdown"):
+        SimulatedCluster(profile(), prefill=["cuda:0/sm=84"], decode=["cuda:0/sm=48"], partition_slowdown=0.5)
 
 
 def test_memory_becomes_blocks() -> None:
@@ -81,8 +103,6 @@ def test_the_names_of_busy_places_are_the_profilers() -> None:
 def test_presets_without_a_step_model_use_the_analytical_one() -> None:
     card = preset("rtx-4090")
     seconds = analytical(card)
-    from nanopd.sim.bounds import _plan
-
     assert seconds(_plan(0, 0, [(0, 1000)])) == pytest.approx(0.124722)
     assert seconds(_plan(32, 100, [])) == pytest.approx(2 * 0.0515604)
     assert seconds(_plan(1, 100, [(0, 100)])) == pytest.approx(0.0515604 + 100 * 0.0869146e-3)

@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from nanopd.sim.checks import check_littles_law, check_work_conserving
     from nanopd.sim.cluster import SimulatedCluster
     from nanopd.sim.driver import VirtualDriver
+    from nanopd.sim.layouts import Layout, ratios, splits
     from nanopd.sim.link import Lane, SimulatedLink
     from nanopd.sim.load import run_virtual
     from nanopd.sim.recording import Recorder, Recording, load_recording
     from nanopd.sim.replay import replay
     from nanopd.sim.runner import SimulatedRunner
-    from nanopd.sim.search import search_layouts
+    from nanopd.sim.search import search_layouts, simulate
 
 _HOME = {
     "Lane": "link",
+    "Layout": "layouts",
     "Recorder": "recording",
     "Recording": "recording",
     "SimulatedCluster": "cluster",
@@ -30,13 +32,17 @@ _HOME = {
     "check_littles_law": "checks",
     "check_work_conserving": "checks",
     "load_recording": "recording",
+    "ratios": "layouts",
     "replay": "replay",
     "run_virtual": "load",
     "search_layouts": "search",
+    "simulate": "search",
+    "splits": "layouts",
 }
 
 __all__ = [
     "Lane",
+    "Layout",
     "Recorder",
     "Recording",
     "SimulatedCluster",
@@ -46,9 +52,12 @@ __all__ = [
     "check_littles_law",
     "check_work_conserving",
     "load_recording",
+    "ratios",
     "replay",
     "run_virtual",
     "search_layouts",
+    "simulate",
+    "splits",
 ]
 
 
