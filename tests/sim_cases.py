@@ -56,6 +56,15 @@ def cluster(collocated: int = 0, prefill: int = 0, decode: int = 0, **options: A
     )
 
 
+def check_all(driver: VirtualDriver) -> None:
+    """After each event: nobody idles beside work, and what the queues count is what they hold."""
+    check_work_conserving(driver)
+    for worker in driver.central.workers.values():
+        scheduler = worker.scheduler
+        waiting = (*scheduler.waiting, *scheduler.prefilling)
+        assert scheduler.uncomputed_tokens == sum(request.remaining_prefill for request in waiting)
+
+
 def checked_run(
     made: SimulatedCluster,
     schedule: Schedule,
@@ -64,7 +73,7 @@ def checked_run(
     **load: Any,
 ) -> tuple[VirtualDriver, list[RequestRecord]]:
     """A run in which nobody may idle beside work, and after which the books balance and all pools are whole."""
-    driver = made.driver(make_policy(policy), config=config, audit=check_work_conserving)
+    driver = made.driver(make_policy(policy), config=config, audit=check_all)
     records = run_virtual(driver, schedule, **load)
     check_rest(driver)
     check_littles_law(driver, records)

@@ -21,11 +21,11 @@ from nanopd.kv.block_manager import BlockManager
 from nanopd.router.central import CentralConfig, CentralScheduler
 from nanopd.router.policies import make_policy
 from nanopd.router.server import Server
-from nanopd.sim.checks import check_littles_law, check_work_conserving
+from nanopd.sim.checks import check_littles_law
 from nanopd.sim.driver import VirtualDriver
 from nanopd.sim.load import Prompts, run_virtual
 from nanopd.workers.worker import CollocatedWorker, DecodeWorker, PrefillWorker
-from tests.sim_cases import check_rest, checked_run, cluster, schedule_of
+from tests.sim_cases import check_all, check_rest, checked_run, cluster, schedule_of
 
 SMALL = Workload.fixed(200, 20)
 TRACE = Path(__file__).parents[2] / "shared/data/mooncake_synthetic_trace.jsonl"
@@ -92,7 +92,7 @@ def split_driver(slowdown: float) -> VirtualDriver:
     made = replace(
         cluster(1, partition_slowdown=slowdown), collocated=(), prefill=["cuda:0/sm=84"], decode=["cuda:0/sm=48"]
     )
-    return made.driver(make_policy("disaggregated"), audit=check_work_conserving)
+    return made.driver(make_policy("disaggregated"), audit=check_all)
 
 
 def test_partitions_of_a_card_slow_each_other_down_exactly_while_both_compute() -> None:
@@ -125,7 +125,7 @@ def test_ten_times_overload(policy: str) -> None:
     schedule = poisson(SMALL, 900.0, 1.0, seed=1)
     options = LoadOptions(timeout_s=2.0, drain_s=3.0)
     made = cluster(1, 1, 1, num_blocks=120, max_num_seqs=8)
-    driver = made.driver(make_policy(policy), audit=check_work_conserving)
+    driver = made.driver(make_policy(policy), audit=check_all)
     records = run_virtual(driver, schedule, options=options)
     assert [record.index for record in records] == list(range(len(schedule)))
     outcomes = {record.outcome for record in records}
@@ -161,7 +161,7 @@ def test_a_link_without_bandwidth_is_refused(gb_s: float) -> None:
 @pytest.mark.parametrize("victim", ["collocated0", "prefill0", "decode0", "decode1"])
 def test_a_worker_that_dies_in_the_middle_of_a_step(victim: str) -> None:
     schedule = poisson(SMALL, 100.0, 1.0, seed=2)
-    driver = cluster(1, 1, 2, num_blocks=600).driver(make_policy("round-robin"), audit=check_work_conserving)
+    driver = cluster(1, 1, 2, num_blocks=600).driver(make_policy("round-robin"), audit=check_all)
     driver.at(0.5, lambda: driver.fail_worker(victim))
     records = run_virtual(driver, schedule)
     assert len(records) == len(schedule)

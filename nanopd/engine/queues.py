@@ -23,7 +23,8 @@ class Queues:
         self._requests: dict[str, Request] = {}  # every unfinished sequence
         self._groups: dict[str, list[Request]] = {}  # the same, by parent id
         self._num_arrivals = 0
-        self._waiting_tokens = 0
+        # Of those who wait or prefill; counted, as summing the queues for every arrival would be n².
+        self._uncomputed_tokens = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -39,7 +40,7 @@ class Queues:
     @property
     def uncomputed_tokens(self) -> int:
         """Tokens to compute before all who wait or prefill can decode (a cached prefix of those who wait included)."""
-        return self._waiting_tokens + sum(request.remaining_prefill for request in self.prefilling)
+        return self._uncomputed_tokens
 
     def check_new(self, request_id: str) -> None:
         """Raise DuplicateRequestError if a sequence, or a user's request, of this name is unfinished."""
@@ -73,13 +74,14 @@ class Queues:
             insort(self.running, request, key=_by_arrival)
         elif request.state is RequestState.PREFILLING:
             insort(self.prefilling, request, key=_by_arrival)
+            self._uncomputed_tokens += request.remaining_prefill
         elif request.state is RequestState.TRANSFERRING:
             self.transferring[request.request_id] = request
         elif request.state is RequestState.WAITING:
             self._enter_waiting(request)
 
     def _enter_waiting(self, request: Request) -> None:
-        self._waiting_tokens += request.num_tokens  # counted, as summing a long queue for every arrival would be n²
+        self._uncomputed_tokens += request.num_tokens
         if not self.waiting or self.waiting[-1].arrival_order < request.arrival_order:
             self.waiting.append(request)
             return
@@ -87,6 +89,11 @@ class Queues:
         while self.waiting[index].arrival_order < request.arrival_order:
             index += 1
         self.waiting.insert(index, request)
+
+    def prefilled(self, request: Request, num_computed: int) -> None:
+        """The first ``num_computed`` tokens of a request in ``prefilling`` have their KV now."""
+        self._uncomputed_tokens -= num_computed - request.num_computed_tokens
+        request.num_computed_tokens = num_computed
 
     def leave(self, request: Request) -> None:
         """Out of the queue of its state. Raises UnknownRequestError if it is in none."""
@@ -96,14 +103,15 @@ class Queues:
             self.running.remove(request)
         elif request.state is RequestState.PREFILLING:
             self.prefilling.remove(request)
+            self._uncomputed_tokens -= request.remaining_prefill
         elif request.state is RequestState.TRANSFERRING:
             del self.transferring[request.request_id]
         elif self.waiting and self.waiting[0] is request:
             self.waiting.popleft()
-            self._waiting_tokens -= request.num_tokens
+            self._uncomputed_tokens -= request.num_tokens
         elif request in self.waiting:
             self.waiting.remove(request)
-            self._waiting_tokens -= request.num_tokens
+            self._uncomputed_tokens -= request.num_tokens
         else:  # a sibling that was to be forked from its parent
             for parent in self._groups[request.parent_id]:
                 if request in parent.pending_siblings:

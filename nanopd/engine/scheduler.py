@@ -367,7 +367,7 @@ class Scheduler:
 
     def _update_prefill(self, chunk: ScheduledChunk, sampled: Sequence[int], stamp: Stamp) -> list[Request]:
         request, now = chunk.request, stamp.time
-        request.num_computed_tokens = chunk.start + chunk.num_tokens
+        self._queues.prefilled(request, chunk.start + chunk.num_tokens)
         request.stamps.append(Stamp(now, "chunk", chunk.num_tokens))
         self._commit(request)
         self._admission.prefix_cache_grew()
