@@ -221,6 +221,16 @@ def test_recorded_durations_drive_a_simulation_to_the_same_decisions() -> None:
     assert [e.time for e in events] == pytest.approx([e.time for e in recording.events])
 
 
+def test_the_hosts_time_is_what_lies_between_steps_that_follow_each_other() -> None:
+    begun = [(1.0, True), (2.5, True), (3.1, False), (9.0, True)]
+    rows = [("begin_step", now, planned) for now, planned in begun]
+    rows = sorted([*rows, *(("finish_step", now, False) for now in (2.0, 3.0, 9.5))], key=lambda row: row[1])
+    calls = [{"call": call, "worker": "w", "now": now, "planned": planned} for call, now, planned in rows]
+    recording = Recording({}, [*calls, {"call": "tick", "now": 10.0}], [])
+    assert recording.host_seconds("w") == [0.5]  # not the 6 s without work
+    assert recording.step_seconds("w") == [1.0, 0.5, 0.5] and recording.step_seconds("other") == []
+
+
 def _row(event: Any) -> tuple[float, str, str, str]:
     return event.time, event.kind, event.subject, event.detail
 

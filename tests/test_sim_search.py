@@ -71,6 +71,14 @@ def test_a_whole_card_is_shared_only_with_neighbours() -> None:
         SimulatedCluster(profile(), prefill=["cuda:0/sm=84"], decode=["cuda:0/sm=48"], partition_slowdown=0.5)
 
 
+def test_the_host_takes_its_time_in_each_step() -> None:
+    plan = _plan(1, 50, [])
+    quick, slow = (SimulatedCluster(profile(), ["cuda:0"], host_s=h).workers()[0].runner for h in (0.0, 0.001))
+    assert slow.seconds(plan)[0] == pytest.approx(quick.seconds(plan)[0] + 0.001)
+    with pytest.raises(ConfigError, match="host"):
+        SimulatedCluster(profile(), ["cuda:0"], host_s=-1.0)
+
+
 def test_memory_becomes_blocks() -> None:
     """RTX 4090: 0.9 * 24 GB less 16.4 GB of Qwen3-8B's weights, at 147,456 bytes a token."""
     card = preset("rtx-4090")

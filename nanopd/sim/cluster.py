@@ -23,7 +23,7 @@ from nanopd.router.central import CentralConfig, Predictor
 from nanopd.router.decision import Policy
 from nanopd.sim.devices import device_blocks
 from nanopd.sim.driver import VirtualDriver
-from nanopd.sim.durations import analytical, modelled, stretched
+from nanopd.sim.durations import StepTime, analytical, longer, modelled, stretched
 from nanopd.sim.link import Lane, SimulatedLink
 from nanopd.sim.runner import SimulatedRunner
 from nanopd.workers.pools import Placement, placements, plan_pools
@@ -52,6 +52,7 @@ class SimulatedCluster:
         link_gb_s: of each link between two pools; None: the profile's bandwidth.
         latency_s: of each transfer.
         bus_gb_s: of one bus that all links share; None: there is none.
+        host_s: between two steps of a worker, for scheduling and bookkeeping; see ``Recording.host_seconds``.
         partition_slowdown: of a partition beside a busy one, where the profile did not measure it.
 
     Raises ConfigError, which names the value and what is allowed.
@@ -75,6 +76,7 @@ class SimulatedCluster:
     link_gb_s: float | None = None
     latency_s: float = 0.0
     bus_gb_s: float | None = None
+    host_s: float = 0.0
     partition_slowdown: float = 1.24  # decodes on 84 of an H200's 132 SMs beside a prefill
 
     def __post_init__(self) -> None:
@@ -156,12 +158,14 @@ class SimulatedCluster:
         models = self.profile.step_time
         if spec.num_sms is not None:
             place = f"sm={spec.num_sms}"
-            share = modelled(self.profile.step_model(place))
-            busy = models.get(place + BUSY)
-            beside = stretched(share, self.partition_slowdown) if busy is None else modelled(busy)
-            return SimulatedRunner(modelled(self.profile.step_model()) if self.elastic else share, beside)
-        alone = modelled(self.profile.step_model()) if models else analytical(self.profile)
+            share = self._steps(place)
+            busy = self._steps(place + BUSY) if place + BUSY in models else stretched(share, self.partition_slowdown)
+            return SimulatedRunner(self._steps(None) if self.elastic else share, busy)
+        alone = self._steps(None) if models else longer(analytical(self.profile), self.host_s)
         return SimulatedRunner(alone, stretched(alone, TURNS) if has_neighbours else None)
+
+    def _steps(self, place: str | None) -> StepTime:
+        return longer(modelled(self.profile.step_model(place)), self.host_s)
 
     def _num_layers(self) -> int:
         shape = presets().get(self.profile.model.removeprefix("dummy:"))

@@ -43,6 +43,21 @@ class Recording:
                 seconds.append(row["now"] - begun)
         return seconds
 
+    def host_seconds(self, worker: str) -> list[float]:
+        """From the end of each step of a worker to the begin of its next, where work was there: the host's time."""
+        ended: float | None = None
+        seconds = []
+        for row in self.calls:
+            if row.get("worker") != worker:
+                continue
+            if row["call"] == "begin_step":
+                if row["planned"] and ended is not None:
+                    seconds.append(row["now"] - ended)
+                ended = None
+            elif row["call"] == "finish_step":
+                ended = row["now"]
+        return seconds
+
     def save(self, path: str | Path) -> Path:
         """Write JSON, whole or not at all; a line per call and per event."""
         path = Path(path)
