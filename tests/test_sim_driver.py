@@ -97,14 +97,18 @@ def split_driver(slowdown: float) -> VirtualDriver:
 
 def test_partitions_of_a_card_slow_each_other_down_exactly_while_both_compute() -> None:
     """A decode step is overtaken by a prefill half-way: the rest of it, and only that, goes at the slower pace."""
-    alone, beside = split_driver(1.0), split_driver(2.0)
-    for driver in (alone, beside):
+    quiet, alone, beside = split_driver(2.0), split_driver(1.0), split_driver(2.0)
+    for driver in (quiet, alone, beside):
         driver.add_request(bytes(64), SamplingParams(max_tokens=50))
+        if driver is quiet:
+            driver.drain()
+            continue
         driver.at(0.0530, lambda driver=driver: driver.add_request(bytes([7]) * 640, SamplingParams(max_tokens=1)))
         driver.drain()
         check_rest(driver)
     prefill_s = 5.0e-3 + 0.04e-3 * 640 + 0.01e-3  # on its own; twice that beside decodes that never pause
     assert beside.busy_s["prefill0"] - alone.busy_s["prefill0"] == pytest.approx(prefill_s, rel=1e-6)
+    assert alone.now == pytest.approx(quiet.now, rel=1e-9)  # a neighbour that costs nothing does not show
     # While the prefill runs for 2 p, decodes get done what takes p alone: they lose p.
     assert beside.now - alone.now == pytest.approx(prefill_s, rel=1e-6)
 

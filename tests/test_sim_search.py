@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -177,7 +178,8 @@ def test_the_search_finds_what_trying_everything_finds() -> None:
     assert [trial.layout for trial in found.trials] != [] and len(found.trials) == len(layouts)
     for trial in found.trials[1:]:
         assert trial.verdict, trial
-    assert any("pruned" in t.verdict or "stopped" in t.verdict for t in found.trials[1:])
+    pruned = [re.findall(r"at most (\S+)/s.*and (\S+) was", t.verdict) for t in found.trials if "pruned" in t.verdict]
+    assert pruned and all(float(bounded) < float(best) for ((bounded, best),) in pruned)
 
 
 def test_a_search_needs_a_layout() -> None:

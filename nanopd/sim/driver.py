@@ -256,7 +256,6 @@ class VirtualDriver:
         worker = step.worker
         self.num_steps += 1
         self.busy_s[name] += self.now - step.start
-        self._awake.add(name)
         try:
             tokens = worker.runner.execute(step.plan)
         except Exception as error:
