@@ -92,11 +92,9 @@ seed_rule = Exercise(
 
 # --- the delay of others ---------------------------------------------------------------------------------------
 
-StepMs = Callable[[int, int], float]
-
 
 def delay_of_others_stub(
-    step_ms: StepMs, prompt: int, chunk_size: int, num_decodes: int, num_behind: int
+    step_ms: Callable[[int, int], float], prompt: int, chunk_size: int, num_decodes: int, num_behind: int
 ) -> tuple[float, float]:
     """(decodes wait, others queue): ms that one prompt costs all others in a collocated worker, summed over them.
 
@@ -108,7 +106,7 @@ def delay_of_others_stub(
 
 
 def delay_of_others_solution(
-    step_ms: StepMs, prompt: int, chunk_size: int, num_decodes: int, num_behind: int
+    step_ms: Callable[[int, int], float], prompt: int, chunk_size: int, num_decodes: int, num_behind: int
 ) -> tuple[float, float]:
     """(decodes wait, others queue): ms that one prompt costs all others in a collocated worker, summed over them."""
     chunks = [min(chunk_size, prompt - start) for start in range(0, prompt, chunk_size)]
@@ -117,33 +115,41 @@ def delay_of_others_solution(
     return num_decodes * extra, num_behind * sum(steps)
 
 
-def _whole_steps_count(step_ms: StepMs, prompt: int, chunk: int, decodes: int, behind: int) -> tuple[float, float]:
+def _whole_steps_count(
+    step_ms: Callable[[int, int], float], prompt: int, chunk: int, decodes: int, behind: int
+) -> tuple[float, float]:
     total = delay_of_others_solution(step_ms, prompt, chunk, decodes, 1)[1]
     return decodes * total, behind * total
 
 
-def _one_reader(step_ms: StepMs, prompt: int, chunk: int, decodes: int, behind: int) -> tuple[float, float]:
+def _one_reader(
+    step_ms: Callable[[int, int], float], prompt: int, chunk: int, decodes: int, behind: int
+) -> tuple[float, float]:
     waited, queued = delay_of_others_solution(step_ms, prompt, chunk, decodes, behind)
     return waited / max(decodes, 1), queued
 
 
-def _full_chunks_only(step_ms: StepMs, prompt: int, chunk: int, decodes: int, behind: int) -> tuple[float, float]:
+def _full_chunks_only(
+    step_ms: Callable[[int, int], float], prompt: int, chunk: int, decodes: int, behind: int
+) -> tuple[float, float]:
     return delay_of_others_solution(step_ms, -(-prompt // chunk) * chunk, chunk, decodes, behind)
 
 
-def _one_big_step(step_ms: StepMs, prompt: int, chunk: int, decodes: int, behind: int) -> tuple[float, float]:
+def _one_big_step(
+    step_ms: Callable[[int, int], float], prompt: int, chunk: int, decodes: int, behind: int
+) -> tuple[float, float]:
     return delay_of_others_solution(step_ms, prompt, prompt, decodes, behind)
 
 
 def _queue_pays_the_difference(
-    step_ms: StepMs, prompt: int, chunk: int, decodes: int, behind: int
+    step_ms: Callable[[int, int], float], prompt: int, chunk: int, decodes: int, behind: int
 ) -> tuple[float, float]:
     waited = delay_of_others_solution(step_ms, prompt, chunk, decodes, behind)[0]
     return waited, behind * waited / max(decodes, 1)
 
 
 def _test_delay_of_others(answer: Any, rng: random.Random) -> None:
-    def expect(step_ms: StepMs, prompt: int, chunk: int, decodes: int, behind: int) -> None:
+    def expect(step_ms: Callable[[int, int], float], prompt: int, chunk: int, decodes: int, behind: int) -> None:
         where = f"prompt {prompt}, chunk_size {chunk}, {decodes} decodes, {behind} behind"
         waited, queued = answer(step_ms, prompt, chunk, decodes, behind)
         want = delay_of_others_solution(step_ms, prompt, chunk, decodes, behind)
