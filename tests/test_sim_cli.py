@@ -11,6 +11,7 @@ from nanopd.cli.app import run
 from nanopd.cli.simulate import Counts, parse_split
 from nanopd.errors import ConfigError
 from nanopd.sim.layouts import Layout
+from nanopd.sim.speed import measure
 from tests.sim_cases import profile
 
 QUICK = ["--rate", "4", "--duration", "5", "--workload", "200:8", "--no-goodput"]
@@ -75,3 +76,9 @@ def test_counts() -> None:
     assert parse_split("48/84") == (48, 84) and parse_split(None) is None
     with pytest.raises(ConfigError, match="48/84"):
         parse_split("48-84")
+
+
+def test_the_speed_report_says_what_was_simulated() -> None:
+    speed = measure(20, Layout(collocated=2), rate=4.0)
+    assert 5 < speed.requests < 40 and speed.tokens >= 64 * speed.requests and speed.steps > 64
+    assert "µs per token" in str(speed) and "peak memory" in str(speed)

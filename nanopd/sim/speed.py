@@ -43,8 +43,8 @@ class Speed:
         )
 
 
-def measure(num_requests: int, layout: Layout, rate: float = 40.0, workload: str = "short", seed: int = 0) -> Speed:
-    """Simulate ``num_requests`` at ``rate`` per second on H20s, as the preset describes them."""
+def measure(num_requests: int, layout: Layout, rate: float = 16.0, workload: str = "short", seed: int = 0) -> Speed:
+    """Simulate ``num_requests`` at ``rate`` per second: as many as eight H20s of the preset can just bear."""
     cluster = layout.on(SimulatedCluster(preset("h20"), ["cuda:0"], collocated_chunk=512))
     driver = cluster.driver(make_policy("disaggregated" if layout.prefill else "collocated"))
     schedule = poisson(named_workload(workload), rate, num_requests / rate, seed)
