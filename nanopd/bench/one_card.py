@@ -33,6 +33,7 @@ from nanopd.router.policies import make_policy
 
 LIGHT = Workload("light", (Part(1.0, Uniform(512, 1536), Uniform(32, 96)),))
 HEAVY = Workload("heavy", (Part(1.0, Uniform(512, 1536), Uniform(96, 160), Documents(16, 8192)),))
+STRATEGIES = ("chunked", "partitions", "adaptive")
 OBJECTIVES = SLO(ttft_s=1.0, tpot_s=0.035)
 SEED = 1
 
@@ -46,15 +47,16 @@ class Plan:
     phases: tuple[float, ...] = (0.7, 0.85, 1.0)
     phase_rates: tuple[float, float] = (26.0, 12.5)
     duration_s: float = 6.0
+    heavy_s: float = 5.0
     phase_s: float = 3.5
-    drain_s: float = 2.0
+    drain_s: float = 4.0
 
     def schedules(self) -> Iterator[tuple[str, float, Schedule]]:
         """(workload, rate or multiple, arrivals)."""
         for rate in self.light:
             yield "light", rate, poisson(LIGHT, rate, self.duration_s, SEED)
         for rate in self.heavy:
-            yield "heavy", rate, poisson(HEAVY, rate, self.duration_s, SEED)
+            yield "heavy", rate, poisson(HEAVY, rate, self.heavy_s, SEED)
         for factor in self.phases:
             yield "phases", factor, self.phase_schedule(factor)
 
@@ -107,6 +109,7 @@ def compare(
     plan: Plan,
     *,
     chunk_size: int,
+    strategies: Sequence[str] = STRATEGIES,
     raw: Path | None = None,
     show: Callable[[str], None] = print,
     save: Callable[[dict[str, Any]], None] = lambda result: None,
@@ -119,15 +122,16 @@ def compare(
         "slo": {"ttft_s": OBJECTIVES.ttft_s, "tpot_s": OBJECTIVES.tpot_s},
         "chunk_size": chunk_size,
         "places": {"whole": card.whole, "prefill": card.prefill, "decode": card.decode},
-        "duration_s": plan.duration_s,
+        "duration_s": {"light": plan.duration_s, "heavy": plan.heavy_s},
         "phase_s": plan.phase_s,
         "phase_rates": list(plan.phase_rates),
         "runs": {},
     }
-    for strategy, policy in policies(profile, chunk_size).items():
-        with card.serve(strategy, policy()) as server:
-            _warm_up(server, plan)
+    policy = policies(profile, chunk_size)
+    for strategy in strategies:
+        with card.serve(strategy, policy[strategy]()) as server:
             for workload, rate, schedule in plan.schedules():
+                _warm_up(server, schedule)
                 summary = _run(server, schedule, plan, raw and raw / f"{workload}-{rate:g}-{strategy}.jsonl")
                 result["runs"].setdefault(workload, {}).setdefault(f"{rate:g}", {})[strategy] = summary.to_json()
                 show(_line(strategy, workload, rate, summary))
@@ -135,11 +139,10 @@ def compare(
     return result
 
 
-def _warm_up(server: Any, plan: Plan) -> None:
-    """What every step needs once: the documents' KV, and kernels of each kind."""
+def _warm_up(server: Any, schedule: Schedule) -> None:
+    """The documents' KV, which the runs before may have driven out of the prefix cache, and kernels of each kind."""
     once = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-    documents = {tuple(d) for _, _, schedule in plan.schedules() for d in schedule.documents(server.vocab_size)}
-    server.generate([[1, 2, 3], *map(list, sorted(documents))], once, use_tqdm=False)
+    server.generate([[1, 2, 3], *schedule.documents(server.vocab_size)], once, use_tqdm=False)
 
 
 def _run(server: Any, schedule: Schedule, plan: Plan, raw: Path | None) -> Summary:

@@ -274,6 +274,7 @@ class Server:
             self.central.close(self.clock())
             self._outputs.notify_all()
         self._speaker.join()
+        self._links.clear()  # they hold the pools
 
     def __enter__(self) -> Server:
         return self

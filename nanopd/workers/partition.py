@@ -222,7 +222,7 @@ def split_sms(whole: Any, plan: Sequence[int | None], options: Any) -> list[list
     try:
         groups, rest = whole.split(options(count=sizes))
         taken = [[group] for group in groups]
-    except NotImplementedError:  # before CUDA 13.1 groups are of one size: take small ones, several per partition
+    except (NotImplementedError, RuntimeError):  # before CUDA 13.1 groups are of one size: small ones, several each
         unit = math.gcd(*sizes)
         groups, rest = whole.split(options(count=[unit] * (sum(sizes) // unit)))
         if len(groups) * unit < sum(sizes):

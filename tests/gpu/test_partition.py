@@ -96,9 +96,10 @@ def test_graphs_stay_in_the_partition_that_they_were_captured_in(
     where, (first, second) = kernels["where"], pair
     seen = torch.zeros(1024, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
-    found = []
+    found, graphs = [], []
     for partition, replayed_in in ((first, first), (second, second), (first, second)):
         graph = torch.cuda.CUDAGraph()
+        graphs.append(graph)
         with torch.cuda.stream(partition.stream):
             where(1, 32, torch.zeros_like(seen), 1)  # loads the code there, which capture forbids
             partition.stream.synchronize()
