@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nanopd.viz.route_explorer import RouteExplorer
     from nanopd.viz.route_map import RouteMap, draw_route_map
     from nanopd.viz.serving import draw_attainment, draw_latency, draw_outcomes, draw_throughput, draw_violins
+    from nanopd.viz.step_explorer import StepExplorer
     from nanopd.viz.step_timeline import StepTimeline
     from nanopd.viz.style import PALETTE, styled
     from nanopd.viz.timeline import draw_steps, draw_timeline, spans
@@ -51,6 +52,7 @@ _HOME = {
     "draw_outcomes": "serving",
     "draw_throughput": "serving",
     "draw_violins": "serving",
+    "StepExplorer": "step_explorer",
     "StepTimeline": "step_timeline",
     "TransferTimelineWidget": "transfer_timeline",
     "PALETTE": "style",
@@ -71,6 +73,7 @@ __all__ = [
     "RooflinePoint",
     "RouteExplorer",
     "RouteMap",
+    "StepExplorer",
     "StepTimeline",
     "TransferTimelineWidget",
     "Work",
