@@ -72,10 +72,11 @@ def _on_workers(
 
     if device is not None:
         raise ConfigError(f"--device {device} cannot go with --collocated, --prefill and --decode, which say it all")
-    names = ("collocated", "prefill", "decode")
-    specs = {name: parse_devices(text) for name in names if (text := getattr(places, name)) is not None}
-    apart = "prefill" in specs and "decode" in specs
-    with Cluster.build(model, dtype=dtype, **specs) as cluster:
+    collocated, prefill, decode = (
+        [] if text is None else parse_devices(text) for text in (places.collocated, places.prefill, places.decode)
+    )
+    apart = bool(prefill and decode)
+    with Cluster.build(model, dtype=dtype, collocated=collocated, prefill=prefill, decode=decode) as cluster:
         if stats:
             print(cluster.describe(), file=sys.stderr)
         with Server.of(cluster, make_policy("disaggregated" if apart else "collocated")) as server:

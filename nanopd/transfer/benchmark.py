@@ -147,9 +147,9 @@ def long_handoff(
                 timed = _timed(link, handoff, repeats)
             timed["of_raw"] = timed["gb_s"] / raw["both_gb_s"]
             result["pieces"][f"{piece_bytes // MB} MB"] = timed
-        relay = result[PinnedRelayLink.path]
-        relay["of_raw_pinned_copy"] = relay["gb_s"] / raw["both_gb_s"]
-        relay["wall_of_raw_pinned_copy"] = relay["wall_gb_s"] / raw["both_gb_s"]
+        relayed = result[PinnedRelayLink.path]
+        relayed["of_raw_pinned_copy"] = relayed["gb_s"] / raw["both_gb_s"]
+        relayed["wall_of_raw_pinned_copy"] = relayed["wall_gb_s"] / raw["both_gb_s"]
     return result
 
 

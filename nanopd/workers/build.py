@@ -24,7 +24,7 @@ from nanopd.ops import get_ops
 from nanopd.ops.interface import Ops
 from nanopd.workers import affinity
 from nanopd.workers.elastic import ElasticRunner, Occupancy
-from nanopd.workers.partition import SmPartition, partition_device
+from nanopd.workers.partition import BlasHint, SmPartition, partition_device
 from nanopd.workers.pools import Placement, Pool, devices
 from nanopd.workers.spec import DeviceSpec
 from nanopd.workers.worker import CollocatedWorker, DecodeWorker, PrefillWorker, Role, Worker
@@ -75,13 +75,15 @@ class Place:
             yield
 
 
-def make_places(where: Sequence[Placement], stack: ExitStack) -> dict[str, Place]:
+def make_places(where: Sequence[Placement], stack: ExitStack, blas_hint: BlasHint = "groups") -> dict[str, Place]:
     """Partitions of one device come from one call, which is what makes them disjoint."""
     partitions: dict[str, SmPartition] = {}
     for device in devices(where):
         cut = [w for w in where if w.spec.device == device and w.spec.num_sms is not None]
         if cut:
-            made = partition_device(device, [w.spec.num_sms for w in cut if w.spec.num_sms is not None])
+            made = partition_device(
+                device, [w.spec.num_sms for w in cut if w.spec.num_sms is not None], blas_hint=blas_hint
+            )
             for worker, one in zip(cut, made, strict=True):
                 stack.callback(one.close)
                 partitions[worker.name] = one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
@@ -18,6 +18,7 @@ from nanopd.model.loader import LoadedModel, load_model
 from nanopd.model.tokenizer import Tokenizer
 from nanopd.workers import affinity, build
 from nanopd.workers.elastic import Occupancy
+from nanopd.workers.partition import BlasHint
 from nanopd.workers.pools import devices, placements, plan_pools
 from nanopd.workers.spec import DeviceSpec, check_specs
 from nanopd.workers.worker import Worker
@@ -66,6 +67,7 @@ class Cluster:
         prefill_chunk: int | None = None,
         collocated_chunk: int | None = None,
         elastic: bool = False,
+        blas_hint: BlasHint = "groups",
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
@@ -89,6 +91,7 @@ class Cluster:
                 mix both; None leaves it to ``max_num_batched_tokens``.
             elastic: workers with an SM partition have the whole card while nobody else of it computes, and decode
                 workers also take prompts (requests that are routed to be collocated), chunks beside their decodes.
+            blas_hint: which partitions' sizes cuBLAS is told: "always", "groups" (multiples of 8 SMs) or "never".
             graph_sizes, gpu_memory_utilization, others: as for ``LLM``.
 
         Raises:
@@ -100,6 +103,8 @@ class Cluster:
             enable_prefix_caching=enable_prefix_caching,
             enforce_eager=enforce_eager,
         )
+        if blas_hint not in get_args(BlasHint):
+            raise ConfigError(f"blas_hint must be one of {', '.join(get_args(BlasHint))}, got {blas_hint!r}")
         where = placements(collocated, prefill, decode)
         pools = plan_pools(where, shared_pool)
         check_specs([w.spec for w in where], num_sms=build.gpu_sms(), cores=affinity.usable_cores())
@@ -114,7 +119,7 @@ class Cluster:
         limits = build.Limits(steps, prefill_chunk, collocated_chunk, enforce_eager, graph_sizes, elastic)
         with ExitStack() as stack:
             models = {device: build.model_on(torch.device(device), loaded) for device in devices(where)}
-            places = build.make_places(where, stack)
+            places = build.make_places(where, stack, blas_hint)
             sizes = (
                 [num_blocks] * len(pools)
                 if num_blocks

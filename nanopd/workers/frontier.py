@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -29,6 +29,7 @@ from nanopd.workers.curves import compare, lines, summary
 from nanopd.workers.gil import SWITCH_INTERVAL, gil_cost, switch_interval
 from nanopd.workers.loads import Decodes, Load, Prompts, Step, gaps_ms, prefill_rate, run_together
 from nanopd.workers.measured import Sizes, cpu_sizes, gpu_sizes, measured_cluster
+from nanopd.workers.partition import BlasHint
 from nanopd.workers.spec import DeviceSpec
 from nanopd.workers.worker import Worker
 
@@ -39,6 +40,7 @@ def measure_frontier(
     *,
     sizes: Sizes | None = None,
     gil: bool = True,
+    blas_hint: BlasHint = "groups",
     progress: bool = True,
     save: Callable[[dict[str, Any]], object] | None = None,
 ) -> dict[str, Any]:
@@ -52,9 +54,10 @@ def measure_frontier(
 
     where a point has mean_ms, p50_ms, p99_ms between tokens, steps, and prefill_tokens_per_ms. A split's also has
     "decode_alone", the same decodes in the same partition without prefill, and "p99_of_alone", 99th over 99th
-    percentile; "prefill_alone" stands by split, with and without telling cuBLAS the number of SMs. "gil": ``gil_cost``.
+    percentile; "prefill_alone" is the prefill rate by split while nobody decodes. "gil": ``gil_cost``.
 
-    ``save`` is called with what there is after each split, in case the measurement does not get to its end.
+    ``blas_hint``: as for ``Cluster.build``. ``save`` is called with what there is after each split, in case the
+    measurement does not get to its end.
     """
     if device is None:
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -67,6 +70,7 @@ def measure_frontier(
     }
     results: dict[str, Any] = {
         "model": loaded.config.name,
+        "blas_hint": blas_hint,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "prompt_tokens": sizes.prompt,
         "switch_interval_ms": SWITCH_INTERVAL * 1e3,
@@ -126,14 +130,12 @@ def _measure_streams(loaded: LoadedModel, sizes: Sizes, states: dict[str, Any], 
 def _measure_split(
     loaded: LoadedModel, sizes: Sizes, split: tuple[str, str], results: dict[str, Any], done: Callable[[str], None]
 ) -> None:
-    with measured_cluster(loaded, sizes, prefill=[split[1]], decode=[split[0]]) as cluster:
+    hint = results["blas_hint"]
+    with measured_cluster(loaded, sizes, prefill=[split[1]], decode=[split[0]], blas_hint=hint) as cluster:
         prefill, decode = cluster.workers
         lock, name = threading.Lock(), split_name(*split)
-        alone = results["prefill_alone"][name] = {}
-        for hint in ("told", "untold")[: 2 if prefill.runner.stream is not None else 1]:
-            load = Load(prefill, lock, prompts=Prompts(prefill, sizes.prompt))
-            (steps,) = _run(sizes, load, share=0.5, enter=None if hint == "told" else _on_stream)
-            alone[f"{hint}_tokens_per_ms"] = prefill_rate(steps)
+        (steps,) = _run(sizes, Load(prefill, lock, prompts=Prompts(prefill, sizes.prompt)), share=0.5)
+        results["prefill_alone"][name] = prefill_rate(steps)
         for (batch, context), (state_name, state) in zip(sizes.states, results["states"].items()):
             (steps,) = _run(sizes, Load(decode, lock, Decodes(decode, batch, context)), share=1.5)
             solo = summary(gaps_ms(steps))
@@ -179,14 +181,8 @@ def _run(
     *loads: Load,
     share: float = 1.0,
     warmup: int = 0,
-    enter: Callable[[Worker], AbstractContextManager[object]] | None = None,
 ) -> list[list[Step]]:
-    return run_together(loads, share * sizes.seconds, warmup=max(warmup, sizes.warmup), enter=enter)
-
-
-def _on_stream(worker: Worker) -> AbstractContextManager[object]:
-    """In the partition, without a word to cuBLAS."""
-    return torch.cuda.stream(worker.runner.stream)
+    return run_together(loads, share * sizes.seconds, warmup=max(warmup, sizes.warmup))
 
 
 @contextmanager
@@ -211,15 +207,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m nanopd.workers.frontier", description=main.__doc__)
     parser.add_argument("--device", default=None, help="cuda:0 or cpu; default a GPU if there is one")
     parser.add_argument("--model", default=None, help="default dummy:qwen3-8b on a GPU, smollm2 on the CPU")
+    parser.add_argument("--blas-hint", default="groups", choices=get_args(BlasHint), help="see Cluster.build")
     options = parser.parse_args(arguments)
     device = options.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     model = options.model or ("dummy:qwen3-8b" if device.startswith("cuda") else "smollm2")
-    command = f"python -m nanopd.workers.frontier --model {model} --device {device}"
+    command = f"python -m nanopd.workers.frontier --model {model} --device {device} --blas-hint {options.blas_hint}"
+    name = "pd_frontier" if options.blas_hint == "groups" else f"pd_frontier_{options.blas_hint}"
 
     def save(results: dict[str, Any]) -> Path:
-        return write_result("pd_frontier", results, device=device, command=command)
+        return write_result(name, results, device=device, command=command)
 
-    results = measure_frontier(model, device, save=save)
+    results = measure_frontier(model, device, blas_hint=options.blas_hint, save=save)
     print("\n".join(lines(results)))
     print(f"prefill alone, tokens per ms: {results['prefill_alone']}\ngil: {results.get('gil')}")
     print(f"written: {save(results)}")

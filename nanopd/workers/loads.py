@@ -7,7 +7,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from nanopd.engine.benchmark import prefilled_request
@@ -124,12 +123,11 @@ def run_together(
     seconds: float,
     *,
     warmup: int = 3,
-    enter: Callable[[Worker], AbstractContextManager[object]] | None = None,
 ) -> list[list[Step]]:
     """Run each load in a thread of its own, all at once. Returns the steps of each that ended in a common stretch.
 
     The stretch begins when each has taken ``warmup`` steps, and lasts ``seconds``, and longer if a load would have
-    fewer than two steps in it. ``enter``: the context of the threads, default the workers' own.
+    fewer than two steps in it.
 
     Raises what the first step raised that failed.
     """
@@ -138,7 +136,7 @@ def run_together(
 
     def run(load: Load, mark: threading.Semaphore) -> None:
         try:
-            with load.worker.enter() if enter is None else enter(load.worker):
+            with load.worker.enter():
                 while not stop.is_set():
                     load.step()
                     mark.release()

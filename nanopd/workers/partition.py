@@ -13,15 +13,19 @@ import ctypes
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from nanopd.errors import ConfigError, CudaUnavailableError
 from nanopd.ops.compiler import require_cuda_core
 
+# Whom to tell cuBLAS their number of SMs. On an H200, products on 32, 48 and 64 SMs gain 5 to 20 % by it, but on 68, 84
+# and 100 they lose 5 to 30 %: cuBLAS then rounds down to what its clusters divide. A prefill that is slowed down so
+# leaves more of the memory's bandwidth to the decodes beside it; which is better depends on what is short.
+BlasHint = Literal["always", "groups", "never"]
 BLAS_GROUP = 8  # SMs
 Made = tuple[Any, Any]  # green context and stream
 
@@ -64,11 +68,19 @@ class SmPartition:
     Attributes:
         device: the GPU.
         num_sms: how many SMs.
-        stream: non-blocking; usable wherever torch takes a stream.
+        stream: non-blocking; usable wherever torch takes a stream. ``torch.cuda.synchronize`` waits for torch's own
+            context and not for it: ``stream.synchronize()`` does.
+        blas_hint: see ``BlasHint``.
     """
 
     def __init__(
-        self, device: torch.device, num_sms: int, context: Any, stream: Any, on_close: Callable[[Made], None]
+        self,
+        device: torch.device,
+        num_sms: int,
+        context: Any,
+        stream: Any,
+        on_close: Callable[[Made], None],
+        blas_hint: BlasHint = "groups",
     ) -> None:
         """``context``, ``stream``: a cuda.core green context and a stream of it; ``on_close`` gets them back."""
         self.device = device
@@ -76,12 +88,14 @@ class SmPartition:
         self._context: Any = context
         self._stream: Any = stream  # torch only borrows the handle
         self._on_close = on_close
+        self.blas_hint = blas_hint
         self.stream = torch.cuda.ExternalStream(int(stream.handle), device=device)
 
     @contextmanager
     def enter(self) -> Iterator[None]:
         """What a worker's thread does first: make the stream current, and tell cuBLAS how many SMs it will find."""
-        with torch.cuda.stream(self.stream), blas_sms(self.num_sms):
+        told = self.blas_hint == "always" or (self.blas_hint == "groups" and self.num_sms % BLAS_GROUP == 0)
+        with torch.cuda.stream(self.stream), blas_sms(self.num_sms) if told else nullcontext():
             yield
 
     def close(self) -> None:
@@ -101,7 +115,9 @@ class SmPartition:
         return f"SmPartition({self.num_sms} SMs of {self.device}{'' if self._context is not None else ', closed'})"
 
 
-def partition_device(device: torch.device | str, counts: Sequence[int]) -> list[SmPartition]:
+def partition_device(
+    device: torch.device | str, counts: Sequence[int], *, blas_hint: BlasHint = "groups"
+) -> list[SmPartition]:
     """Cut a GPU into partitions of ``counts`` SMs, in this order. SMs that nobody asked for stay idle.
 
     The driver hands SMs out in groups (8 on sm_90, 2 before): every count but one must be a multiple of that. The one
@@ -118,7 +134,7 @@ def partition_device(device: torch.device | str, counts: Sequence[int]) -> list[
         torch.cuda.current_stream(device).synchronize()  # creates torch's context
         again = _retired.take(device.index, counts)
         if again is not None:
-            return _partitions(device, counts, again)
+            return _partitions(device, counts, again, blas_hint)
         gpu = core.Device(device.index)
         gpu.set_current()
         try:
@@ -132,7 +148,7 @@ def partition_device(device: torch.device | str, counts: Sequence[int]) -> list[
             for parts in resources:
                 context = gpu.create_context(core.ContextOptions(resources=parts))
                 made.append((context, context.create_stream()))
-            return _partitions(device, counts, made)
+            return _partitions(device, counts, made, blas_hint)
         except ConfigError:
             raise
         except Exception as error:  # NotImplementedError of an old driver, or one of several CUDA error types
@@ -178,14 +194,8 @@ def blas_sms(num_sms: int) -> Iterator[bool]:
     has a setting for the whole process only (``torch._C._set_sm_carveout_experimental``), but each of its threads has
     a cuBLAS handle of its own, and the target belongs to the handle. CUDA graphs keep the kernels chosen at capture.
 
-    Only counts in whole groups of ``BLAS_GROUP`` are told. On an H200, 32, 48 and 64 SMs gain 5 to 20 % by it, but 68,
-    84 and 100 lose 5 to 30 %: cuBLAS then rounds down to what its clusters divide.
-
     Yields whether cuBLAS was found and took it; it is a hint, and results do not depend on it.
     """
-    if num_sms % BLAS_GROUP:
-        yield False
-        return
     handle, blas = torch.cuda.current_blas_handle(), _cublas()
     done = blas is not None and blas.cublasSetSmCountTarget(ctypes.c_void_p(handle), num_sms) == 0
     try:
@@ -235,10 +245,12 @@ def split_sms(whole: Any, plan: Sequence[int | None], options: Any) -> list[list
     return [[rest] if size is None else next(given) for size in plan]
 
 
-def _partitions(device: torch.device, counts: Sequence[int], made: Sequence[Made]) -> list[SmPartition]:
+def _partitions(
+    device: torch.device, counts: Sequence[int], made: Sequence[Made], blas_hint: BlasHint
+) -> list[SmPartition]:
     collect = _retired.collector(device.index, counts)
     return [
-        SmPartition(device, count, *one, partial(collect, number))
+        SmPartition(device, count, *one, partial(collect, number), blas_hint)
         for number, (count, one) in enumerate(zip(counts, made, strict=True))
     ]
 

@@ -74,7 +74,7 @@ def sms_of(partition: SmPartition | None, run: Callable[[torch.Tensor], None]) -
     torch.cuda.synchronize()
     with torch.cuda.stream(partition.stream if partition else torch.cuda.current_stream()):
         run(seen)
-    torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()  # torch.cuda.synchronize() waits for torch's own context only
     return set(seen.nonzero().flatten().tolist())
 
 
@@ -108,7 +108,7 @@ def test_graphs_stay_in_the_partition_that_they_were_captured_in(
             graph.capture_end()
         with torch.cuda.stream(replayed_in.stream):
             graph.replay()
-        torch.cuda.synchronize()
+            replayed_in.stream.synchronize()
         found.append(set(seen.nonzero().flatten().tolist()))
         seen.zero_()
     assert [len(sms) for sms in found] == [first.num_sms, second.num_sms, first.num_sms]
