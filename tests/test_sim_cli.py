@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,15 @@ def test_a_split_card_and_a_policy_that_uses_all_of_it(tmp_path: Path) -> None:
 def test_search_prints_every_layout_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = profile().save(tmp_path / "card.json")
     command = ["simulate", "--hardware", str(file), "--search", "--gpus", "2", "--duration", "2", "--workload", "300:4"]
-    assert run([*command, "--slo-ttft", "50", "--slo-tpot", "8"]) == 0
+    out = tmp_path / "new" / "search.json"
+    assert run([*command, "--slo-ttft", "50", "--slo-tpot", "8", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
+    written = json.loads(out.read_text())
+    assert {trial["name"] for trial in written["trials"]} == {"2 collocated", "1 prefill : 1 decode"}
+    assert all(trial["verdict"] for trial in written["trials"])
+    rates = [trial["per_gpu"] for trial in written["trials"]]
+    assert rates[0] == max(rates) > 0 and f"{written['trials'][0]['name']}: {rates[0]:.4g} requests/s" in printed
+    assert written["slo"] == {"ttft_s": 0.05, "tpot_s": 0.008} and written["environment"]["simulated"] == "NVIDIA H200"
     assert "2 collocated" in printed and "1 prefill : 1 decode" in printed
     assert "requests/s per GPU, after" in printed
 

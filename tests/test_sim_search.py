@@ -12,11 +12,10 @@ from nanopd.bench.load import LoadOptions
 from nanopd.bench.metrics import SLO, Summary
 from nanopd.bench.workload import Schedule, Workload, poisson
 from nanopd.costmodel.features import StepFeatures
-from nanopd.costmodel.hardware_profile import preset
+from nanopd.costmodel.hardware_profile import BUSY, preset
 from nanopd.costmodel.step_time import StepTimeModel
 from nanopd.errors import ConfigError
 from nanopd.router.policies import make_policy
-from nanopd.sim import cluster as cluster_module
 from nanopd.sim.bounds import _plan, bound
 from nanopd.sim.cluster import SimulatedCluster
 from nanopd.sim.devices import device_blocks
@@ -59,7 +58,7 @@ def test_elastic_partitions_have_the_whole_card_while_alone() -> None:
     fixed, elastic = (SimulatedCluster(profile(), elastic=e, **places).workers()[0] for e in (False, True))
     assert fixed.runner.seconds(plan) == pytest.approx((half, 1.24 * half))
     assert elastic.runner.seconds(plan) == pytest.approx((whole, 1.24 * half))
-    models = {**profile().step_time, "sm=84" + cluster_module.BUSY: SLOW}
+    models = {**profile().step_time, "sm=84" + BUSY: SLOW}
     measured = SimulatedCluster(profile(step_time=models), elastic=True, **places).workers()[0]
     assert measured.runner.seconds(plan) == pytest.approx((whole, SLOW.step_ms(StepFeatures.of(plan)) / 1e3))
 
@@ -101,12 +100,6 @@ def test_what_a_profile_lacks_is_said_at_once() -> None:
         cluster(0, 1, 1, profile=profile(bandwidth_gb_s=None))
     with pytest.raises(ConfigError, match="at least one"):
         SimulatedCluster(profile())
-
-
-def test_the_names_of_busy_places_are_the_profilers() -> None:
-    from nanopd.costmodel import places
-
-    assert cluster_module.BUSY == places.BUSY
 
 
 def test_presets_without_a_step_model_use_the_analytical_one() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +105,15 @@ def run_simulate(
     slo = SLO(slo_ttft_ms / 1e3, slo_tpot_ms / 1e3)
     cluster = SimulatedCluster(profile, ["cuda:0"], **{k: v for k, v in cluster_options.items() if v is not None})
     console = Console()
+    environment = basic_environment("nanopd simulate") | {
+        "simulated": profile.device, "model": profile.model, "profile": profile.source or hardware,
+    }  # fmt: skip
     if search:
-        _run_search(counts.layouts(cluster), cluster, workload, limit, duration, slo, seed, console)
+        found = _run_search(counts.layouts(cluster), cluster, workload, limit, duration, slo, seed)
+        show_search(found, console)
+        if out is not None:
+            context = {"workload": workload, "duration_s": duration, "slo": asdict(slo), "seed": seed}
+            print(f"written: {found.save(out, **context, environment=environment)}")
         return
     schedule_at = arrivals(workload, duration, seed, scale=1.0, limit=limit, max_model_len=cluster.max_model_len)
     names = list(strategies) or counts.strategies()
@@ -125,8 +132,7 @@ def run_simulate(
         options=options,
         search=GoodputSearch() if goodput else None,
         run=run,
-        environment=basic_environment("nanopd simulate")
-        | {"simulated": profile.device, "model": profile.model, "profile": profile.source or hardware},
+        environment=environment,
     )
     show(report, console)
     if out is not None:
@@ -154,13 +160,12 @@ def _run_search(
     duration: float,
     slo: SLO,
     seed: int,
-    console: Console,
-) -> None:
+) -> Search:
     def schedule_at(rate: float, seconds: float) -> Schedule:
         made = arrivals(workload, seconds, seed, scale=1.0, limit=limit, max_model_len=cluster.max_model_len)
         return made(rate)
 
-    show_search(search_layouts(layouts, cluster, schedule_at, slo, duration_s=duration), console)
+    return search_layouts(layouts, cluster, schedule_at, slo, duration_s=duration)
 
 
 def show_search(found: Search, console: Console) -> None:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nanopd.bench.hardware import Hardware
-from nanopd.costmodel.hardware_profile import HardwareProfile
+from nanopd.costmodel.hardware_profile import BUSY, HardwareProfile
 from nanopd.engine.plan import SchedulerConfig
 from nanopd.engine.scheduler import Scheduler
 from nanopd.errors import ConfigError
@@ -30,7 +30,6 @@ from nanopd.workers.pools import Placement, placements, plan_pools
 from nanopd.workers.spec import DeviceSpec
 from nanopd.workers.worker import CollocatedWorker, DecodeWorker, PrefillWorker, Role, Worker
 
-BUSY = " beside a busy neighbour"  # ends the name of a place that was measured so, see ``costmodel.places``
 TURNS = 2.0  # slow-down of workers that each use a whole card: they take turns
 
 _CLASSES: Mapping[Role, type[Worker]] = MappingProxyType(

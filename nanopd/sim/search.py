@@ -8,9 +8,13 @@ around what the shorter one found. Every layout that drops out says why.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from nanopd.bench.goodput import Goodput, find_goodput
 from nanopd.bench.load import LoadOptions
@@ -27,6 +31,7 @@ from nanopd.sim.load import run_virtual
 ScheduleAt = Callable[[float, float], Schedule]  # (rate, duration in seconds) -> arrivals
 ROUNDS = (0.25, 0.5, 1.0)  # shares of the duration
 TOLERANCES = (0.2, 0.1, 0.05)  # of the goodput search in each round
+SCHEMA = "nanopd-layout-search/1"
 SAMPLE = 200  # arrivals that tell what requests are like
 
 
@@ -56,6 +61,20 @@ class Search:
     @property
     def num_runs(self) -> int:
         return sum(trial.num_runs for trial in self.trials)
+
+    def to_json(self, **context: Any) -> dict[str, Any]:
+        """Plain values: every layout, best first, with its name, its goodput per device, and why it dropped out."""
+        trials = [{"name": str(t.layout), "per_gpu": t.per_gpu, **asdict(t)} for t in self.trials]
+        return {"schema": SCHEMA, **context, "num_runs": self.num_runs, "trials": trials}
+
+    def save(self, path: str | Path, **context: Any) -> Path:
+        """Write the JSON, whole or not at all; ``context`` says what was searched. Returns the path."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(self.to_json(**context), indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+        return path
 
 
 def default_policy(layout: Layout) -> Policy:

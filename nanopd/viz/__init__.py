@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nanopd.viz.block_explorer import BlockTableExplorer
     from nanopd.viz.block_table import draw_pool
+    from nanopd.viz.cluster_designer import ClusterDesigner
     from nanopd.viz.cost_model import LabelledStep, draw_analytical_fits, draw_predictions, draw_step_terms
     from nanopd.viz.frontier import draw_frontier, draw_frontiers
     from nanopd.viz.predictor import Coverage, draw_coverage, draw_posterior
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _HOME = {
     "BlockTableExplorer": "block_explorer",
     "draw_pool": "block_table",
+    "ClusterDesigner": "cluster_designer",
     "draw_frontier": "frontier",
     "draw_frontiers": "frontier",
     "LabelledStep": "cost_model",
@@ -66,6 +68,7 @@ _HOME = {
 
 __all__ = [
     "BlockTableExplorer",
+    "ClusterDesigner",
     "Coverage",
     "LabelledStep",
     "PALETTE",
