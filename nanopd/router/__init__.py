@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nanopd.router.adaptive import Adaptive
     from nanopd.router.central import CentralConfig, CentralScheduler
     from nanopd.router.decision import Decision, Path, Policy
     from nanopd.router.policies import (
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from nanopd.router.snapshot import Snapshot, WorkerSnapshot
 
 _HOME = {
+    "Adaptive": "adaptive",
     "AlwaysCollocated": "policies",
     "AlwaysDisaggregated": "policies",
     "CentralConfig": "central",
@@ -46,6 +48,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Adaptive",
     "AlwaysCollocated",
     "AlwaysDisaggregated",
     "CentralConfig",

@@ -405,7 +405,7 @@ class CentralScheduler:
             entry.stage = Stage.BACKLOG
             self._backlog.append(entry)
             return
-        worker = min(self._roster.alive(Role.COLLOCATED), key=load_of)
+        worker = min(self._roster.takers(entry.request), key=load_of)
         worker.add(entry.request, now)
         entry.stage, entry.worker = Stage.WORKER, worker
         self._awake.add(worker.name)
@@ -427,6 +427,7 @@ class CentralScheduler:
             if prefill.scheduler.uncomputed_tokens >= ahead:
                 return False  # it has the least of all
             try:
+                prefill.check(entry.request)
                 if self._moves.reserve(entry, prefill, decode, growth):
                     entry.worker = prefill
                     return True

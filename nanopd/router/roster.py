@@ -40,6 +40,10 @@ class Roster:
         """Workers to which requests that need this role can go now."""
         return [worker for worker in self if worker.alive and worker.serves(role)]
 
+    def takers(self, request: Request) -> list[Worker]:
+        """Collocated workers that can take the request: pools may differ in size."""
+        return [worker for worker in self.alive(Role.COLLOCATED) if _takes(worker, request)]
+
     def pool_of(self, worker: Worker) -> list[Worker]:
         """Workers that take blocks from the same pool, the worker itself included."""
         return self._pools[worker.name]
@@ -89,3 +93,11 @@ def load_of(worker: Worker) -> tuple[int, int, int]:
     scheduler = worker.scheduler
     num_requests = scheduler.config.max_num_seqs - scheduler.num_free_seats + len(scheduler.waiting)
     return scheduler.uncomputed_tokens, num_requests, -worker.block_manager.num_free_blocks
+
+
+def _takes(worker: Worker, request: Request) -> bool:
+    try:
+        worker.check(request)
+    except InvalidRequestError:
+        return False
+    return True
