@@ -303,3 +303,37 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_benchmark(
     for command in ("bench-kernels", "bench-engine"):
         assert run([command, "--device", "cpu", "--out", str(tmp_path / "file" / "x.json")]) == 1
         assert "file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (["--prefill", "cpu"], 2, "decode"),
+        (["--prefill", "cpu/sm=8", "--decode", "cpu"], 2, "sm=8"),
+        (["--prefill", "cpu", "--decode", "cpu", "--device", "cpu"], 2, "--device cpu"),
+        (["--collocated", "moon"], 2, "moon"),
+    ],
+)
+def test_generate_refuses_places(options: list[str], code: int, says: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "hello", *options]) == code
+    captured = capfd.readouterr()
+    assert says in captured.err and "Traceback" not in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize("places", [["--collocated", "cpu"], ["--prefill", "cpu", "--decode", "cpu"]], ids=" ".join)
+def test_generate_on_workers_writes_the_same_text(
+    places: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from nanopd import LLM, SamplingParams
+    from nanopd.model.embedded import embedded_folder
+
+    monkeypatch.setenv("NANOPD_CACHE", CACHE) if CACHE else monkeypatch.delenv("NANOPD_CACHE")
+    if not (embedded_folder() / "config.json").is_file():
+        pytest.skip("the embedded model is not converted; run: nanopd prepare")
+    prompt = "The capital of France is"
+    assert run(["generate", prompt, *places, "--temperature", "0", "--max-tokens", "8"]) == 0
+    captured = capfd.readouterr()
+    llm = LLM("smollm2", device="cpu")
+    (expected,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    assert captured.out == expected.outputs[0].text + "\n"
+    assert "8 generated" in captured.err and "worker" in captured.err

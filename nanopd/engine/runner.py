@@ -84,7 +84,8 @@ class PendingStep:
             for request, token in zip(chunk.samplers, drawn)
             if token < 0
         ]
-        raise NonFiniteLogitsError(f"logits without a finite maximum for {len(bad)} request(s): {', '.join(bad)}")
+        message = f"logits without a finite maximum for {len(bad)} request(s): {', '.join(bad)}"
+        raise NonFiniteLogitsError(message, tuple(bad))
 
 
 class ModelRunner:
