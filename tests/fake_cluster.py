@@ -72,6 +72,24 @@ def make_workers(
     return workers
 
 
+def uneven_workers(names: str, seed: int) -> list[Worker]:
+    """Workers of which no two need be alike: pools of any size, some of them shared, few seats, short chunks."""
+    draw, size = random.Random(seed), LAYOUT.block_size
+    common: tuple[BlockManager, FakeRunner] | None = None
+    workers: list[Worker] = []
+    for name in names.split():
+        num_blocks = draw.choice((1, 2, 6, 16, 17, 40))
+        caching, watermark = draw.random() < 0.7, draw.choice((0.01, 0.2))
+        manager = BlockManager(num_blocks, size, enable_prefix_caching=caching, watermark=watermark)
+        pool = (manager, FakeRunner(num_blocks, size))
+        if draw.random() < 0.5:
+            common = pool = common or pool
+        seats = draw.choice((1, 2, 6))
+        config = SchedulerConfig(seats, max(seats, draw.choice((1, 4, 64))), draw.choice((1, 8, None)), 64)
+        workers.append(ROLES[name[0]](name, Scheduler(config, pool[0]), pool[1], LAYOUT))
+    return workers
+
+
 def all_links(workers: Sequence[Worker]) -> list[tuple[str, str]]:
     sources = [w for w in workers if isinstance(w, PrefillWorker)]
     return [
@@ -248,4 +266,4 @@ class Monkey:
             assert worker.scheduler.uncomputed_tokens == 0
 
 
-__all__ = ["VOCAB", "AtRandom", "Monkey", "UnknownRequestError", "all_links", "make_workers"]
+__all__ = ["VOCAB", "AtRandom", "Monkey", "UnknownRequestError", "all_links", "make_workers", "uneven_workers"]

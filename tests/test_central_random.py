@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanopd.router.central import CentralConfig
-from tests.fake_cluster import Monkey, make_workers
+from tests.fake_cluster import Monkey, make_workers, uneven_workers
 
 CLUSTERS = {
     "collocated": "c0",
@@ -57,3 +57,23 @@ def test_a_pool_that_is_nearly_too_small(shared: bool, seed: int) -> None:
     run.run(40)
     run.check_tokens()
     run.check_pools()
+
+
+@pytest.mark.parametrize("first", range(0, 200, 25))
+@pytest.mark.parametrize("faults", [0.0, 0.05], ids=["sound", "faulty"])
+def test_workers_of_which_no_two_are_alike(faults: float, first: int) -> None:
+    """Requests that exactly fill a pool, or fit one worker and not its neighbour; pools that some share."""
+    for seed in range(first, first + 25):
+        workers = uneven_workers(list(CLUSTERS.values())[seed % len(CLUSTERS)], seed)
+        config = CentralConfig(
+            growth_tokens=(0, 1, 3, 64)[seed % 4],
+            prefill_ahead_tokens=(1, 10, 8192)[seed % 3],
+            lease_s=40.0 if faults else 1e9,
+            stream_layers=seed % 2 == 0,
+        )
+        run = Monkey(workers, seed, config=config, faults=faults)
+        run.run(15, abort_share=0.02, kill_share=0.001 if faults else 0.0)
+        run.check_tokens()
+        run.check_pools()
+        assert run.expected.keys() == run.outputs.keys()
+        assert faults or all(output.error is None for output in run.outputs.values())

@@ -139,6 +139,29 @@ def test_bad_requests_are_refused_and_named() -> None:
     server.close()
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "separate"])
+@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(32, 1), (25, 8), (1, 32)])
+def test_a_request_that_exactly_fills_the_pool_is_served(num_prompt: int, max_tokens: int, shared: bool) -> None:
+    server = serve(make_workers("p0 d0", num_blocks=8, shared_pool=shared))  # 32 slots; the last token needs none
+    params = SamplingParams(max_tokens=max_tokens, seed=0, ignore_eos=True)
+    prompt = [1 + i % 9 for i in range(num_prompt)]
+    finished: SimpleQueue[RequestOutput] = SimpleQueue()
+    server.add_request(prompt, params, on_output=finished.put)
+    drained = server.drain(5)
+    check_idle(server)
+    assert drained and finished.get(timeout=1).outputs[0].token_ids == oracle(prompt, params, 0, MAX_LEN)
+
+
+def test_a_request_goes_to_the_worker_whose_pool_holds_it() -> None:
+    workers = [*make_workers("c0 p0", num_blocks=2), *make_workers("c1 p1 d0")]
+    server = serve(workers, AtRandom())
+    params = [SamplingParams(max_tokens=12, seed=i) for i in range(30)]
+    outputs = server.generate(prompts(30), params, use_tqdm=False)
+    expected = [oracle(prompt, one, 0, MAX_LEN) for prompt, one in zip(prompts(30), params, strict=True)]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    check_idle(server)
+
+
 def test_a_request_id_is_taken_until_its_request_has_finished() -> None:
     workers = make_workers("c0")
     gate = threading.Event()

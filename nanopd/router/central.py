@@ -186,7 +186,7 @@ class CentralScheduler:
             return None
         self._grant(now)
         plan = self._schedule(worker, now)
-        if not plan.chunks and self._is_stuck(worker):
+        while not plan.chunks and self._is_stuck(worker):
             self._let_go_of_latest(worker, now)
             plan = self._schedule(worker, now)
         if not plan.chunks:
@@ -210,23 +210,25 @@ class CentralScheduler:
     def _is_stuck(self, worker: Worker) -> bool:
         """Whether the workers of its pool, this one included, each wait for blocks that the others hold.
 
-        One scheduler never gets there alone, see its invariants; nor does a prefill worker, whose requests have all
-        their blocks beforehand.
+        One scheduler never gets there alone, see its invariants; unless it is a prefill worker that decode workers of
+        two pools take from: in its own pool some requests have all their blocks beforehand, and others none.
         """
         pool = [other for other in self._roster.pool_of(worker) if other.alive]
-        holders = [other for other in pool if other.scheduler.prefilling or other.scheduler.running]
+        holders = [other for other in pool if _holding(other)]
         if worker in holders:
             self._blocked.add(worker.name)
-        if len(holders) < 2 or any(other.name not in self._blocked for other in holders):
+        if len(holders) < 2 and not any(_lent(other) for other in holders):
+            return False
+        if any(other.name not in self._blocked for other in holders):
             return False
         return not any(move.source in pool or move.reservation.worker in pool for move in self._moves)
 
     def _let_go_of_latest(self, worker: Worker, now: float) -> None:
         """The latest arrival that holds blocks of this pool starts over, elsewhere or when there is room."""
         pool = self._roster.pool_of(worker)
-        seated = [request for other in pool for request in (*other.scheduler.prefilling, *other.scheduler.running)]
-        latest = max(seated, key=lambda request: (request.arrival_time, request.request_id))
-        error = OutOfBlocksError(f"the pool of {worker.name} has no block left for {len(seated)} requests")
+        holding = [request for other in pool for request in _holding(other)]
+        latest = max(holding, key=lambda request: (request.arrival_time, request.request_id))
+        error = OutOfBlocksError(f"the pool of {worker.name} has no block left for {len(holding)} requests")
         self._retry(self._entries[latest.request_id], error, now, counted=False)
         self._wake_pool(worker)
 
@@ -308,7 +310,7 @@ class CentralScheduler:
             if entry.worker is worker or (reserved_there and entry.stage is Stage.MOVING):
                 self._retry(entry, error, now, counted=False)
             elif reserved_there:
-                self._moves.abandon(entry)  # its prefill goes on; a new home is found when it is handed over
+                self._abandon(entry)  # its prefill goes on; a new home is found when it is handed over
         for entry in self._backlog.clear():
             self._place(entry, now)  # where its path may be closed now
         self._grant(now)
@@ -358,7 +360,7 @@ class CentralScheduler:
         if entry.stage is Stage.MOVING:
             self._retry(entry, error, now)
         else:
-            self._moves.abandon(entry)  # still in prefill, which is not disturbed; see `_hand_over`
+            self._abandon(entry)  # still in prefill, which is not disturbed; see `_hand_over`
 
     def tick(self, now: float) -> None:
         """Let leases run out. To be called at `next_deadline` at the latest; more often does no harm."""
@@ -476,7 +478,7 @@ class CentralScheduler:
             self._finish(entry, FinishReason.FAILED, now, error)
             return
         self._note(now, "retried", request.request_id, type(error).__name__)
-        self._moves.abandon(entry)
+        self._abandon(entry)
         if entry.stage is Stage.WORKER and entry.worker is not None:
             entry.worker.scheduler.withdraw(request, now)
         elif entry.stage is Stage.MOVING:
@@ -502,12 +504,19 @@ class CentralScheduler:
     def _close(self, entry: Entry, now: float) -> None:
         """Books off a sequence that has finished."""
         request = entry.request
-        self._moves.abandon(entry)
+        self._abandon(entry)
         del self._entries[request.request_id]
         self.desk.close([request])
         if self.predictor is not None:
             self.predictor.observe(request)
         self._note(now, "finished", request.request_id, str(request.finish_reason))
+
+    def _abandon(self, entry: Entry) -> None:
+        """Give up the entry's reservation, if it has one; others may wait for its seat and its blocks."""
+        reservation = entry.reservation
+        self._moves.abandon(entry)
+        if reservation is not None:
+            self._wake_pool(reservation.worker)
 
     def _wake_pool(self, worker: Worker) -> None:
         """Blocks or seats were given back: everybody who takes from this pool may be able to go on."""
@@ -518,3 +527,13 @@ class CentralScheduler:
     def _note(self, now: float, kind: str, subject: str, detail: str = "") -> None:
         if self.observe is not None:
             self.observe(Event(now, kind, subject, detail))
+
+
+def _lent(worker: Worker) -> list[Request]:
+    """Who waits there with blocks already: those reserved for it on a decode worker of the same pool."""
+    return [request for request in worker.scheduler.waiting if request.table is not None]
+
+
+def _holding(worker: Worker) -> list[Request]:
+    """Who holds blocks there."""
+    return [*worker.scheduler.prefilling, *worker.scheduler.running, *_lent(worker)]

@@ -158,7 +158,8 @@ class DecodeWorker(Worker):
         if self.scheduler.num_free_seats < 1 + bool(waiting):
             return None
         table = blocks.match_prefix(request.all_token_ids)
-        most = min(request.num_tokens + max(growth, 1), request.token_limit, self.scheduler.config.max_model_len)
+        longest = min(request.token_limit, self.scheduler.config.max_model_len)
+        most = min(request.num_tokens + max(growth, 1), longest - 1)  # the last token needs no slot, see `check_length`
         slots = max(most, request.num_tokens) - table.num_tokens
         reserve = ahead if self._is_empty else ahead + blocks.watermark_blocks
         if blocks.blocks_needed(table, slots) + reserve > blocks.num_free_blocks:
