@@ -13,6 +13,7 @@ from nanopd.bench.load import LoadOptions
 from nanopd.bench.records import Outcome
 from nanopd.bench.traces import load_trace
 from nanopd.bench.workload import Arrival, Schedule, Workload, poisson
+from nanopd.engine.plan import StepPlan
 from nanopd.engine.request import Request
 from nanopd.engine.sampling_params import SamplingParams
 from nanopd.engine.scheduler import Scheduler
@@ -20,10 +21,12 @@ from nanopd.errors import ConfigError, EmptyPromptError, EngineClosedError, Unkn
 from nanopd.kv.block_manager import BlockManager
 from nanopd.router.central import CentralConfig, CentralScheduler
 from nanopd.router.policies import make_policy
+from nanopd.router.records import WorkerStep
 from nanopd.router.server import Server
 from nanopd.sim.checks import check_littles_law
 from nanopd.sim.driver import VirtualDriver
 from nanopd.sim.load import Prompts, run_virtual
+from nanopd.sim.steps import FlyingStep, Neighbours
 from nanopd.workers.worker import CollocatedWorker, DecodeWorker, PrefillWorker
 from tests.sim_cases import check_all, check_rest, checked_run, cluster, schedule_of
 
@@ -111,6 +114,22 @@ def test_partitions_of_a_card_slow_each_other_down_exactly_while_both_compute() 
     assert alone.now == pytest.approx(quiet.now, rel=1e-9)  # a neighbour that costs nothing does not show
     # While the prefill runs for 2 p, decodes get done what takes p alone: they lose p.
     assert beside.now - alone.now == pytest.approx(prefill_s, rel=1e-6)
+
+
+def test_a_neighbour_slows_nobody_while_its_host_prepares() -> None:
+    """A step of 10 ms on the card behind 4 ms of host; a step of the neighbour that takes twice as long beside it."""
+    plan = StepPlan()
+    first = FlyingStep(WorkerStep(split_driver(1.0).central.workers["decode0"], plan, 0.0), 0.010, 0.020)
+    second = FlyingStep(WorkerStep(split_driver(1.0).central.workers["prefill0"], plan, 0.0), 0.010, 0.010, 0.004)
+    cards, flying = Neighbours([("decode0", "prefill0")]), {"decode0": first, "prefill0": second}
+    assert second.due == pytest.approx(0.014)
+    assert cards.changed(flying) == ["prefill0"]  # the first one is on the card, and slows the second
+    second.change_pace(0.0)
+    second.launched = True
+    assert cards.changed(flying) == ["decode0"]
+    first.change_pace(0.004)  # 4 of its 10 ms are done, the others take twice as long
+    assert first.due == pytest.approx(0.004 + 2 * 0.006)
+    assert second.due == pytest.approx(0.014)
 
 
 def test_workers_that_each_use_the_whole_card_take_turns() -> None:

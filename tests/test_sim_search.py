@@ -14,6 +14,7 @@ from nanopd.bench.workload import Schedule, Workload, poisson
 from nanopd.costmodel.features import StepFeatures
 from nanopd.costmodel.hardware_profile import BUSY, preset
 from nanopd.costmodel.step_time import StepTimeModel
+from nanopd.engine.sampling_params import SamplingParams
 from nanopd.errors import ConfigError
 from nanopd.router.policies import make_policy
 from nanopd.sim.bounds import _plan, bound
@@ -72,9 +73,14 @@ def test_a_whole_card_is_shared_only_with_neighbours() -> None:
 
 
 def test_the_host_takes_its_time_in_each_step() -> None:
-    plan = _plan(1, 50, [])
-    quick, slow = (SimulatedCluster(profile(), ["cuda:0"], host_s=h).workers()[0].runner for h in (0.0, 0.001))
-    assert slow.seconds(plan)[0] == pytest.approx(quick.seconds(plan)[0] + 0.001)
+    """A lone request of a prompt and five tokens is five steps, before each of which the host takes its time."""
+    ends = []
+    for host_s in (0.0, 0.001):
+        driver = SimulatedCluster(profile(), ["cuda:0"], host_s=host_s).driver(make_policy("collocated"))
+        driver.add_request([1] * 50, SamplingParams(max_tokens=5, ignore_eos=True))
+        driver.drain()
+        ends.append(driver.now)
+    assert ends[1] == pytest.approx(ends[0] + 5 * 0.001)
     with pytest.raises(ConfigError, match="host"):
         SimulatedCluster(profile(), ["cuda:0"], host_s=-1.0)
 

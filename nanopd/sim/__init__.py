@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from nanopd.sim.link import Lane, SimulatedLink
     from nanopd.sim.load import run_virtual
     from nanopd.sim.recording import Recorder, Recording, load_recording
-    from nanopd.sim.replay import replay
     from nanopd.sim.runner import SimulatedRunner
     from nanopd.sim.search import search_layouts, simulate
 
@@ -33,7 +32,6 @@ _HOME = {
     "check_work_conserving": "checks",
     "load_recording": "recording",
     "ratios": "layouts",
-    "replay": "replay",
     "run_virtual": "load",
     "search_layouts": "search",
     "simulate": "search",
@@ -53,7 +51,6 @@ __all__ = [
     "check_work_conserving",
     "load_recording",
     "ratios",
-    "replay",
     "run_virtual",
     "search_layouts",
     "simulate",

@@ -6,6 +6,7 @@ comes from a hardware profile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -23,7 +24,7 @@ from nanopd.router.central import CentralConfig, Predictor
 from nanopd.router.decision import Policy
 from nanopd.sim.devices import device_blocks
 from nanopd.sim.driver import VirtualDriver
-from nanopd.sim.durations import StepTime, analytical, longer, modelled, stretched
+from nanopd.sim.durations import StepTime, analytical, modelled, stretched
 from nanopd.sim.link import Lane, SimulatedLink
 from nanopd.sim.runner import SimulatedRunner
 from nanopd.workers.pools import Placement, placements, plan_pools
@@ -51,7 +52,7 @@ class SimulatedCluster:
         link_gb_s: of each link between two pools; None: the profile's bandwidth.
         latency_s: of each transfer.
         bus_gb_s: of one bus that all links share; None: there is none.
-        host_s: between two steps of a worker, for scheduling and bookkeeping; see ``Recording.host_seconds``.
+        host_s: before each step of a worker, for planning, launching and bookkeeping; see ``Recording.host_seconds``.
         partition_slowdown: of a partition beside a busy one, where the profile did not measure it.
 
     Raises ConfigError, which names the value and what is allowed.
@@ -79,6 +80,8 @@ class SimulatedCluster:
     partition_slowdown: float = 1.24  # decodes on 84 of an H200's 132 SMs beside a prefill
 
     def __post_init__(self) -> None:
+        if not (self.host_s >= 0 and math.isfinite(self.host_s)):
+            raise ConfigError(f"the host's time per step must be at least 0 s and finite, got {self.host_s!r}")
         self._build()  # what is wrong shows now
 
     @property
@@ -111,6 +114,7 @@ class SimulatedCluster:
             predictor=predictor,
             kv_bytes_per_token=self.profile.kv_bytes_per_token,
             link_gb_s=min((link.lane.gb_s for link in links.values()), default=None),
+            host_s=self.host_s,
             **options,
         )
 
@@ -160,11 +164,11 @@ class SimulatedCluster:
             share = self._steps(place)
             busy = self._steps(place + BUSY) if place + BUSY in models else stretched(share, self.partition_slowdown)
             return SimulatedRunner(self._steps(None) if self.elastic else share, busy)
-        alone = self._steps(None) if models else longer(analytical(self.profile), self.host_s)
+        alone = self._steps(None) if models else analytical(self.profile)
         return SimulatedRunner(alone, stretched(alone, TURNS) if has_neighbours else None)
 
     def _steps(self, place: str | None) -> StepTime:
-        return longer(modelled(self.profile.step_model(place)), self.host_s)
+        return modelled(self.profile.step_model(place))
 
     def _num_layers(self) -> int:
         shape = presets().get(self.profile.model.removeprefix("dummy:"))

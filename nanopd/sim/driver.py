@@ -33,6 +33,7 @@ class VirtualDriver:
         links: by (prefill worker, decode worker) names.
         cards: names of workers that share a card, and slow each other down.
         policy, config, predictor, kv_bytes_per_token, link_gb_s, on_step, observe: as for ``Server``.
+        host_s: seconds that the host takes to plan and launch a step, before the card has it.
         audit: called after each event, with this driver; see `nanopd.sim.checks`.
     """
 
@@ -49,6 +50,7 @@ class VirtualDriver:
         link_gb_s: float | None = None,
         on_step: OnStep | None = None,
         observe: Callable[[Event], None] | None = None,
+        host_s: float = 0.0,
         audit: Callable[[VirtualDriver], None] | None = None,
     ) -> None:
         self.links = dict(links or {})
@@ -67,7 +69,7 @@ class VirtualDriver:
         self.busy_s = dict.fromkeys(self.central.workers, 0.0)  # time in steps, by worker
         self.request_s = 0.0  # sum of the unfinished sequences over time: the L of Little's law, times the time
         self._events = EventQueue()
-        self._on_step, self._audit = on_step, audit
+        self._on_step, self._audit, self._host_s = on_step, audit, host_s
         self._awake = set(self.central.workers)
         self._flying: dict[str, FlyingStep] = {}  # by worker
         self._neighbours = Neighbours(cards)
@@ -245,8 +247,14 @@ class VirtualDriver:
         for handoff in step.handoffs:
             self._transfers[handoff.transfer_id] = None
         alone_s, beside_s = worker.runner.seconds(step.plan)
-        flying = self._flying[worker.name] = FlyingStep(step, alone_s, beside_s)
+        flying = self._flying[worker.name] = FlyingStep(step, alone_s, beside_s, self._host_s)
+        if not flying.launched:
+            self._events.enter(flying.since, partial(self._launch, flying))
         self._expect_end(worker.name, flying)
+
+    def _launch(self, flying: FlyingStep) -> None:
+        """Its neighbours feel it from now on; `_settle` sees to that."""
+        flying.launched = True
 
     def _expect_end(self, name: str, flying: FlyingStep) -> None:
         flying.end = self._events.enter(flying.due, partial(self._end, name))

@@ -46,13 +46,6 @@ def stretched(seconds: StepTime, factor: float) -> StepTime:
     return lambda plan: factor * seconds(plan)
 
 
-def longer(seconds: StepTime, by_s: float) -> StepTime:
-    """``by_s`` longer. Raises ConfigError unless that is at least 0 and finite."""
-    if not (by_s >= 0 and math.isfinite(by_s)):
-        raise ConfigError(f"the host's time per step must be at least 0 s and finite, got {by_s!r}")
-    return seconds if by_s == 0 else lambda plan: by_s + seconds(plan)
-
-
 def listed(seconds: Iterable[float]) -> StepTime:
     """Durations one after the other, whatever the plan. A step beyond the last raises SimulationError."""
     remaining = iter(seconds)

@@ -1,7 +1,8 @@
 """Steps under way, and how workers that share a card slow each other down.
 
 A step is a certain amount of work. Alone it takes ``alone_s``, beside a busy neighbour ``beside_s``; when the neighbour
-starts or stops half-way, the rest goes on at the other pace.
+starts or stops half-way, the rest goes on at the other pace. Before that the host plans and launches it for ``host_s``,
+in which the worker is busy and its card is not.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ class FlyingStep:
     step: WorkerStep
     alone_s: float
     beside_s: float
+    host_s: float = 0.0
     end: list[Any] = field(default_factory=list)  # its event
     beside: bool = False  # whether a neighbour is busy now
     left: float = 1.0  # share of the work that was still to be done at ``since``
     since: float = 0.0
 
+    launched: bool = field(init=False)  # whether it is on the card
+
     def __post_init__(self) -> None:
-        self.since = self.step.start
+        self.since = self.step.start + self.host_s
+        self.launched = self.host_s == 0
 
     @property
     def due(self) -> float:
@@ -36,8 +41,9 @@ class FlyingStep:
     def change_pace(self, now: float) -> None:
         """From now on the other pace."""
         pace = self.beside_s if self.beside else self.alone_s
-        self.left = max(0.0, self.left - (now - self.since) / pace) if pace > 0 else 0.0
-        self.since, self.beside = now, not self.beside
+        elapsed = max(0.0, now - self.since)
+        self.left = max(0.0, self.left - elapsed / pace) if pace > 0 else 0.0
+        self.since, self.beside = max(self.since, now), not self.beside
 
 
 class Neighbours:
@@ -52,5 +58,6 @@ class Neighbours:
         return [
             name
             for name, others in self._others.items()
-            if name in flying and flying[name].beside != any(other in flying for other in others)
+            if name in flying
+            and flying[name].beside != any(other in flying and flying[other].launched for other in others)
         ]

@@ -1,0 +1,109 @@
+"""How far the simulator is from what was measured: the same arrivals, the same places, under the virtual clock.
+
+    python -m nanopd.sim.fidelity         # against docs/results/nvidia-h200/one_card.json
+
+Two numbers are not the profile's: ``host_s``, what planning, launching and bookkeeping take per step in a server that
+also has clients, and nothing else. It is set once, from the lightest collocated run, and kept for all others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nanopd.bench.load import LoadOptions
+from nanopd.bench.metrics import Percentiles, Summary, summarize
+from nanopd.bench.one_card import LIGHT, OBJECTIVES, SEED
+from nanopd.bench.workload import poisson
+from nanopd.costmodel.hardware_profile import HardwareProfile, load_profile
+from nanopd.errors import ConfigError
+from nanopd.router.policies import make_policy
+from nanopd.sim.cluster import SimulatedCluster
+from nanopd.sim.load import run_virtual
+
+HOST_S = 0.001  # seconds per step, see above
+DRAIN_S = 2.0  # of the measured runs
+METRICS = ("ttft", "tpot", "e2e")
+SHARES = ("p50", "p90")
+
+
+def simulate(strategy: str, rate: float, record: Mapping[str, Any], profile: HardwareProfile, host_s: float) -> Summary:
+    """One of the record's runs of the light workload, repeated in virtual time."""
+    places, duration_s = record["places"], record["duration_s"]["light"]
+    common: dict[str, Any] = {"num_blocks": 40_000, "max_model_len": 16_384, "host_s": host_s}
+    if strategy == "chunked":
+        cluster = SimulatedCluster(
+            profile, collocated=[places["whole"]], collocated_chunk=record["chunk_size"], **common
+        )
+        policy = make_policy("collocated")
+    elif strategy == "partitions":
+        cluster = SimulatedCluster(
+            profile, prefill=[places["prefill"]], decode=[places["decode"]], shared_pool=True, **common
+        )
+        policy = make_policy("disaggregated")
+    else:
+        raise ConfigError(f"no strategy {strategy!r} to compare; there are chunked and partitions")
+    schedule = poisson(LIGHT, rate, duration_s, SEED)
+    records = run_virtual(cluster.driver(policy), schedule, options=LoadOptions(drain_s=DRAIN_S))
+    return summarize(records, OBJECTIVES, offered=len(schedule), duration_s=duration_s)
+
+
+def compare_with_record(
+    record: Mapping[str, Any], profile: HardwareProfile, host_s: float = HOST_S
+) -> dict[str, dict[str, dict[str, float]]]:
+    """strategy -> rate -> ``{metric}_{share}_{measured_ms | simulated_ms | error}``; the error is a ratio less one."""
+    runs: dict[str, dict[str, dict[str, float]]] = {}
+    for strategy in ("chunked", "partitions"):
+        for rate, by_strategy in record["runs"]["light"].items():
+            simulated = simulate(strategy, float(rate), record, profile, host_s)
+            runs.setdefault(strategy, {})[rate] = _differences(by_strategy[strategy], simulated)
+    return runs
+
+
+def _differences(measured: Mapping[str, Any], simulated: Summary) -> dict[str, float]:
+    row: dict[str, float] = {}
+    for metric in METRICS:
+        found: Percentiles = getattr(simulated, metric)
+        for share in SHARES:
+            real, virtual = measured[metric][share], getattr(found, share)
+            name = f"{metric}_{share}"
+            row[f"{name}_measured_ms"], row[f"{name}_simulated_ms"] = real * 1e3, virtual * 1e3
+            row[f"{name}_error"] = virtual / real - 1
+    return row
+
+
+def table(runs: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    """A line per run: simulated over measured, less one."""
+    names = [f"{metric}_{share}" for metric in METRICS for share in SHARES]
+    lines = ["strategy    rate  " + "  ".join(f"{name:>9}" for name in names)]
+    for strategy, by_rate in runs.items():
+        for rate, row in by_rate.items():
+            errors = "  ".join(f"{row[name + '_error']:+9.1%}" for name in names)
+            lines.append(f"{strategy:10}  {rate:>4}  {errors}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    from nanopd.ops.measure import recorded, results_dir
+
+    parser = argparse.ArgumentParser(prog="python -m nanopd.sim.fidelity", description=__doc__)
+    parser.add_argument("--gpu", default="nvidia-h200", help="whose record of nanopd.bench.one_card")
+    parser.add_argument("--profile", default="h200")
+    parser.add_argument("--host-ms", type=float, default=HOST_S * 1e3)
+    options = parser.parse_args(arguments)
+    measured = recorded("one_card", options.gpu)
+    if measured is None:
+        raise ConfigError(f"{options.gpu} has no record one_card.json; python -m nanopd.bench.one_card writes it")
+    runs = compare_with_record(measured["values"], load_profile(options.profile), options.host_ms / 1e3)
+    print(table(runs))
+    row = {**measured, "command": "python -m nanopd.sim.fidelity", "values": {"host_ms": options.host_ms, "runs": runs}}
+    path: Path = results_dir() / options.gpu / "simulated.json"
+    path.write_text(json.dumps(row, indent=1) + "\n")
+    print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()
