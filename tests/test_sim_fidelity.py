@@ -24,7 +24,7 @@ def runs():
 def test_simulated_latencies_are_within_ten_percent_of_measured_ones(
     runs, strategy: str, rates: tuple[str, ...]
 ) -> None:
-    """Within 10 %, at the rates at which they are; the others stand in the record, and in the chapter with what is wrong there."""
+    """Within 10 %, at the rates at which they are; the others stand in the record."""
     for rate in rates:
         errors = {name: runs[strategy][rate][f"{name}_error"] for name in PERCENTILES}
         assert max(map(abs, errors.values())) <= 0.10, (strategy, rate, errors)
