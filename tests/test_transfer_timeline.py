@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nanopd.errors import ConfigError
 from nanopd.transfer import overlap_timeline
-from nanopd.transfer.timeline import hidden_share
+from nanopd.transfer.timeline import LayerTimeline, Span, hidden_share
 
 MB = 10**6
 
@@ -58,6 +58,13 @@ def test_against_a_tick_by_tick_simulation(compute: list[int], travel: int, late
     moving = travel * len(compute) + latency
     expected_share = 1 - Fraction(int(line.total_ms) - sum(compute), moving) if moving else 1
     assert line.hidden_share == pytest.approx(float(expected_share))
+
+
+def test_pieces_side_by_side_count_once() -> None:
+    """A relay has several pieces on the way: 0 to 3, 1 to 2 within it, 2 to 5, and 7 to 8 after a gap."""
+    spans = tuple(Span(*times) for times in ((0.0, 3.0), (1.0, 2.0), (2.0, 5.0), (7.0, 8.0)))
+    line = LayerTimeline((Span(0.0, 4.0),), spans, streamed=True)
+    assert line.transfer_ms == 6 and line.hidden_share == pytest.approx(1 - 4 / 6)
 
 
 @given(

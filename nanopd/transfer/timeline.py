@@ -47,8 +47,13 @@ class LayerTimeline:
 
     @property
     def transfer_ms(self) -> float:
-        """Time in which bytes move; gaps in which the link waits for a layer do not count."""
-        return math.fsum(span.ms for span in self.transfer) + self.latency_ms
+        """Time in which bytes move: gaps in which the link waits for a layer do not count, and pieces that a relay moves
+        side by side count once."""
+        moving, end = [], -math.inf
+        for span in sorted(self.transfer, key=lambda span: span.begin):
+            moving.append(max(0.0, span.end - max(span.begin, end)))
+            end = max(end, span.end)
+        return math.fsum(moving) + self.latency_ms
 
     @property
     def total_ms(self) -> float:
