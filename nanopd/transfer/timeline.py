@@ -47,8 +47,7 @@ class LayerTimeline:
 
     @property
     def transfer_ms(self) -> float:
-        """Time in which bytes move: gaps in which the link waits for a layer do not count, and pieces that a relay moves
-        side by side count once."""
+        """Time in which bytes move. Gaps in which the link waits do not count; pieces side by side count once."""
         moving, end = [], -math.inf
         for span in sorted(self.transfer, key=lambda span: span.begin):
             moving.append(max(0.0, span.end - max(span.begin, end)))
