@@ -44,34 +44,11 @@ def serving_strategy(
 
         with (
             Cluster.build(model, collocated=collocated, prefill=prefill, decode=decode, **cluster_options) as cluster,
-            Server(
-                cluster.workers,
-                policy(),
-                links=cluster.links,
-                predictor=OutputLengthPredictor(),
-                tokenizer=None,  # token ids in, token ids out: text would only cost time
-                vocab_size=cluster.config.vocab_size,
-                eos_token_ids=cluster.config.eos_token_ids,
-                kv_bytes_per_token=cluster.config.kv_bytes_per_token(_dtype_bytes(model)),
-                link_gb_s=_slowest_link(cluster.links.values()),
-                seed=0,
-            ) as server,
+            # Token ids in, token ids out: text would only cost time.
+            Server.of(cluster, policy(), predictor=OutputLengthPredictor(), tokenizer=None, seed=0) as server,
         ):
             if on_open is not None:
                 on_open(cluster, server)
             yield server
 
     return Strategy(name, Hardware.of_specs([*collocated, *prefill, *decode], sms_per_device), open_server)
-
-
-def _dtype_bytes(model: Any) -> int:
-    """Of a loaded model; two where only its name is known."""
-    dtype = getattr(getattr(model, "model", None), "dtype", None)
-    return int(getattr(dtype, "itemsize", 2))
-
-
-def _slowest_link(links: Any) -> float | None:
-    """GB/s; None if nothing is copied, or nobody measured."""
-    reports = [getattr(link, "report", None) for link in links]
-    speeds = [report.gb_s for report in reports if report is not None and report.gb_s]
-    return min(speeds, default=None)
