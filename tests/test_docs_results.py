@@ -19,7 +19,7 @@ from nanopd.errors import CourseError
 def results(tmp_path: Path) -> Path:
     folder = tmp_path / "docs" / "results" / "card"
     folder.mkdir(parents=True)
-    values = {"a": {"b": [4.961, {"c": 12}]}, "kv0.5": {"x": 3}, "driver": "580.1", "dead": {"n": 1}}
+    values = {"a": {"b": [4.961, {"c": 12}]}, "kv0.5": {"x": 3}, "two words": {"x": 7}, "driver": "580.1", "dead": {"n": 1}}
     values |= {"zero": 0, "yes": True, "nan": math.nan, "huge": 10**400}
     (folder / "step.json").write_text(json.dumps({"gpu": "Card", "values": values}))
     (folder / "cut.json").write_text("{")
@@ -37,6 +37,7 @@ def marker(expression: str, value: str = "") -> str:
         ("card/step.json#a.b.0:.2f", "4.96"),
         ("card/step.json#a.b.1.c:d", "12"),
         ("card/step.json#kv0.5.x:d", "3"),
+        ("card/step.json#two%20words.x:d", "7"),
         ("card/step.json#driver:", "580.1"),
         ("card/step.json#gpu:", "Card"),
         ("card/step.json#a.b.1.c / card/step.json#a.b.0:.1f", "2.4"),

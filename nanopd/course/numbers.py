@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import nbformat
 
@@ -88,6 +89,7 @@ def _term(term: str, results: Path, where: str) -> Any:
             raise CourseError(f"{where}: {term!r} is neither a number nor file.json#key")
         return number
     name, key = term.split("#", 1)
+    key = unquote(key)  # a space in a key is written %20: in the expression it parts the terms
     path = results / name
     if not path.is_file():
         raise CourseError(f"{where}: docs/results/{name} does not exist")
