@@ -19,8 +19,8 @@ from nanopd.errors import CourseError
 def results(tmp_path: Path) -> Path:
     folder = tmp_path / "docs" / "results" / "card"
     folder.mkdir(parents=True)
-    values = {"a": {"b": [4.961, {"c": 12}]}, "kv0.5": {"x": 3}, "two words": {"x": 7}, "driver": "580.1", "dead": {"n": 1}}
-    values |= {"zero": 0, "yes": True, "nan": math.nan, "huge": 10**400}
+    values = {"a": {"b": [4.961, {"c": 12}]}, "kv0.5": {"x": 3}, "driver": "580.1", "dead": {"n": 1}}
+    values |= {"zero": 0, "yes": True, "nan": math.nan, "huge": 10**400, "two words": {"x": 7}}
     (folder / "step.json").write_text(json.dumps({"gpu": "Card", "values": values}))
     (folder / "cut.json").write_text("{")
     (folder / "binary.json").write_bytes(b"\xff")
