@@ -6,7 +6,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from queue import SimpleQueue
 
@@ -34,58 +34,17 @@ from nanopd.errors import (
 )
 from nanopd.kv.fingerprint import LayoutFingerprint
 from nanopd.router.central import CentralConfig, CentralScheduler
-from nanopd.router.decision import Decision, Path
-from nanopd.router.server import Server
-from nanopd.workers.worker import DecodeWorker, Worker
+from nanopd.workers.worker import Worker
 from tests.fake_cluster import AtRandom, all_links, make_workers
 from tests.fake_link import FakeLink
 from tests.fake_runner import VOCAB, oracle
-
-MAX_LEN = 64
-
-
-class Always:
-    def __init__(self, path: Path) -> None:
-        self.name, self.path = f"always {path}", path
-
-    def decide(self, request: object, snapshot: object, predicted_output: float | None = None) -> Decision:
-        return Decision(self.path, "always")
-
-
-DISAGGREGATED, COLLOCATED = Always(Path.DISAGGREGATED), Always(Path.COLLOCATED)
-
-
-def serve(workers: Sequence[Worker], policy: object = DISAGGREGATED, *, link: dict | None = None, **options) -> Server:
-    by_name = {worker.name: worker for worker in workers}
-    pairs = all_links(workers)
-    links = {(p, d): FakeLink(by_name[p], by_name[d], seed=i, **(link or {})) for i, (p, d) in enumerate(pairs)}
-    options.setdefault("vocab_size", VOCAB)
-    return Server(workers, policy, links=links, eos_token_ids=(0,), seed=1, poll_s=0.005, **options)
-
-
-def check_idle(server: Server) -> None:
-    """Closed, every block free, no thread left."""
-    server.close()
-    central = server.central
-    assert not central._entries and not central.desk.jobs and not len(central._moves)
-    for worker in central.workers.values():
-        blocks = worker.block_manager
-        assert blocks.num_free_blocks == blocks.num_blocks, worker
-        blocks.check_integrity([], [])
-        assert not (isinstance(worker, DecodeWorker) and worker.reserved)
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("nanopd")]
-    assert left == []
+from tests.server_cases import COLLOCATED, DISAGGREGATED, MAX_LEN, check_idle, prompts, serve
 
 
 @pytest.fixture(autouse=True)
 def no_threads_left() -> Iterator[None]:
     yield
     assert [t.name for t in threading.enumerate() if t.name.startswith("nanopd")] == []
-
-
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(1, VOCAB) for _ in range(draw.randint(1, 40))] for _ in range(count)]
 
 
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import threading
 import time
@@ -19,7 +18,7 @@ from nanopd.engine.interrupts import InterruptGuard
 from nanopd.engine.jobs import Job, OutputCallback
 from nanopd.engine.outputs import RequestOutput
 from nanopd.engine.plan import StepPlan
-from nanopd.engine.prompts import Prompt, check_params, encode_prompt, prompt_list
+from nanopd.engine.prompts import Prompt, check_params, check_seconds, encode_prompt, prompt_list
 from nanopd.engine.request import Request
 from nanopd.engine.sampling_params import SamplingParams
 from nanopd.engine.scheduler import Scheduler
@@ -352,7 +351,7 @@ class Engine:
         check_params(params)
         if request_id is not None and not isinstance(request_id, str):
             raise InvalidRequestError(f"request_id must be a str, got {request_id!r} ({type(request_id).__name__})")
-        arrival_time = self.clock() if arrival_time is None else _finite("arrival_time", arrival_time)
+        arrival_time = self.clock() if arrival_time is None else check_seconds("arrival_time", arrival_time)
         if params.seed is None:
             # Drawn once and kept, so that a request computed again after a preemption gets the same tokens.
             params = replace(params, seed=self._random.getrandbits(63))
@@ -380,12 +379,3 @@ class Engine:
             queues = self.scheduler
             lengths = (len(queues.waiting), len(queues.prefilling), len(queues.running))
             self.on_step(StepRecord(self._step_start, now, plan, *lengths))
-
-
-def _finite(name: str, value: float) -> float:
-    """Seconds as a float. Raises InvalidRequestError for what is no finite number."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        with suppress(OverflowError):  # an int that no float can hold
-            if math.isfinite(value):
-                return float(value)
-    raise InvalidRequestError(f"{name} must be a finite number of seconds, got {value!r:.80}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from operator import index
 from typing import Any
 
@@ -47,6 +48,15 @@ def check_params(params: Any) -> None:
     """Raise InvalidSamplingParamsError unless they are SamplingParams."""
     if not isinstance(params, SamplingParams):
         raise InvalidSamplingParamsError(f"expected SamplingParams, got {params!r:.80} ({type(params).__name__})")
+
+
+def check_seconds(name: str, value: float) -> float:
+    """Seconds as a float. Raises InvalidRequestError for what is no finite number."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        with suppress(OverflowError):  # an int that no float can hold
+            if math.isfinite(value):
+                return float(value)
+    raise InvalidRequestError(f"{name} must be a finite number of seconds, got {value!r:.80}")
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int | None) -> tuple[list[int], str | None]:

@@ -7,30 +7,36 @@ them delays no step.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
+import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nanopd.engine.detokenizer import Tokenizer
 from nanopd.engine.engine import StepRecord
+from nanopd.engine.interrupts import InterruptGuard
 from nanopd.engine.jobs import OutputCallback
 from nanopd.engine.outputs import RequestOutput
-from nanopd.engine.prompts import Prompt, check_params, encode_prompt, params_list, prompt_list
+from nanopd.engine.prompts import Prompt, check_params, check_seconds, encode_prompt
 from nanopd.engine.request import Request
 from nanopd.engine.sampling_params import SamplingParams
 from nanopd.errors import (
+    ConfigError,
     EngineClosedError,
+    IllegalTransitionError,
     InvalidRequestError,
-    NanoPDError,
     UnknownRequestError,
 )
 from nanopd.router.central import CentralConfig, CentralScheduler, Event, Predictor, WorkerStep
+from nanopd.router.clients import ServerStream, generate_all
 from nanopd.router.decision import Policy
 from nanopd.transfer.handoff import Handoff
 from nanopd.workers.worker import Worker
@@ -58,7 +64,8 @@ class Link(Protocol):
 
 
 class Server:
-    """Serves requests on a set of workers. All methods may be called from any thread.
+    """Serves requests on a set of workers. All methods may be called from any thread; those that wait (``close``,
+    ``generate``, reading a stream) from any but the server's own, in which callbacks run.
 
     Args:
         workers: see ``nanopd.workers.Cluster``, which builds them.
@@ -70,6 +77,9 @@ class Server:
         on_step: called with each worker's steps, in that worker's thread.
         observe: called with each decision (an ``Event``), under the lock.
         poll_s: how long a link's thread waits at a time before it looks for leases that ran out.
+
+    What ``on_step``, ``observe`` or an output callback raises becomes a warning. Raises ConfigError: as
+    ``CentralScheduler``, an option that makes no sense, or a link that another server has closed.
     """
 
     def __init__(
@@ -92,6 +102,7 @@ class Server:
         poll_s: float = 0.05,
     ) -> None:
         links = dict(links or {})
+        _check_options(links, {"clock": clock, "on_step": on_step, "observe": observe}, seed, poll_s)
         self.central = CentralScheduler(
             workers,
             policy,
@@ -101,7 +112,7 @@ class Server:
             tokenizer=tokenizer,
             kv_bytes_per_token=kv_bytes_per_token,
             link_gb_s=link_gb_s,
-            observe=observe,
+            observe=None if observe is None else _harmless("observe", observe),
         )
         self.clock = clock
         self.tokenizer = tokenizer
@@ -110,12 +121,15 @@ class Server:
             eos_token_ids = tokenizer.eos_token_ids if tokenizer is not None else ()
         self.eos_token_ids = frozenset(eos_token_ids)
         self._links = links
-        self._on_step = on_step
+        self._on_step = None if on_step is None else _harmless("on_step", on_step)
         self._poll_s = poll_s
         self._random = random.Random(seed)
         self._num_ids = 0
         self._closing = False  # no new requests
         self._stopping = False  # threads end
+        self._links_closed = False
+        self._abandoned: deque[str] = deque()  # to be aborted by whoever works next
+        self.interrupt_guard = InterruptGuard()
         self._lock = threading.RLock()
         self._work = {worker.name: threading.Condition(self._lock) for worker in workers}
         self._outputs = threading.Condition(self._lock)
@@ -168,15 +182,19 @@ class Server:
         check_params(params)
         if request_id is not None and not isinstance(request_id, str):
             raise InvalidRequestError(f"request_id must be a str, got {request_id!r} ({type(request_id).__name__})")
+        if not callable(on_output):
+            raise InvalidRequestError(f"on_output must be a function, got {on_output!r:.80}")
+        if arrival_time is not None:
+            arrival_time = check_seconds("arrival_time", arrival_time)
         token_ids, text = encode_prompt(prompt, self.tokenizer, self.vocab_size)
-        with self._lock:
+        with self._bookkeeping():
             if self._closing:
                 raise EngineClosedError("the server was closed")
             name = self._new_id() if request_id is None else request_id
             if params.seed is None:  # drawn once and kept, so that computing it anew gives the same tokens
                 params = replace(params, seed=self._random.getrandbits(63))
             now = self.clock()
-            arrival = now if arrival_time is None else float(arrival_time)
+            arrival = now if arrival_time is None else arrival_time
             sequences = make_sequences(name, token_ids, params, arrival, self.eos_token_ids)
             self.central.submit(sequences, now, prompt=text, stream=stream, on_output=on_output)
             self._after_change()
@@ -190,9 +208,19 @@ class Server:
 
     def abort(self, request_id: str) -> None:
         """End a request in whatever state it is; its last output says so. Raises UnknownRequestError."""
-        with self._lock:
+        with self._bookkeeping():
             self.central.abort(request_id, self.clock())
             self._after_change()
+
+    def abandon(self, request_id: str) -> None:
+        """``abort`` for the garbage collector, which may run in any thread at any line, the lock held or not: takes
+        no lock. The request ends before the next step, or when a link is looked after."""
+        self._abandoned.append(request_id)
+
+    def _abort_abandoned(self) -> None:
+        while self._abandoned:
+            with suppress(UnknownRequestError):  # it has finished
+                self.central.abort(self._abandoned.popleft(), self.clock())
 
     def generate(
         self,
@@ -201,50 +229,22 @@ class Server:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Run all prompts to their end, behind a progress bar. Raises what a request failed with; aborts the others."""
-        from tqdm.auto import tqdm  # here, so that a simulator need not load it
+        return generate_all(self, prompts, sampling_params, use_tqdm)
 
-        items = prompt_list(prompts)
-        params = params_list(sampling_params, len(items))
-        finished: SimpleQueue[RequestOutput] = SimpleQueue()
-        ids: list[str] = []
-        results: dict[str, RequestOutput] = {}
-        try:
-            for prompt, one in zip(items, params, strict=True):
-                ids.append(self.add_request(prompt, one, on_output=finished.put))
-            with tqdm(total=len(ids), desc="Generating", unit="prompt", disable=not use_tqdm) as bar:
-                while len(results) < len(ids):
-                    output = finished.get()
-                    if output.error is not None:
-                        raise output.error
-                    results[output.request_id] = output
-                    bar.update()
-        except BaseException:
-            for name in ids:
-                self._abort_if_there(name)
-            raise
-        return [results[name] for name in ids]
-
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> ServerStream:
         """The outputs of one request, growing. Queued at the call; leaving the loop early aborts it."""
-        outputs: SimpleQueue[RequestOutput] = SimpleQueue()
-        name = self.add_request(prompt, params, stream=True, on_output=outputs.put)
-        return self._read(name, outputs)
+        return ServerStream(self, prompt, params)
 
-    def _read(self, name: str, outputs: SimpleQueue[RequestOutput]) -> Iterator[RequestOutput]:
-        try:
-            while True:
-                output = outputs.get()
-                if output.error is not None:
-                    raise output.error
-                yield output
-                if output.finished:
-                    return
-        finally:
-            self._abort_if_there(name)
+    @contextmanager
+    def _bookkeeping(self) -> Iterator[None]:
+        """The lock, and no interrupt before the end."""
+        with self.interrupt_guard, self.interrupt_guard.uninterrupted(), self._lock:
+            yield
 
-    def _abort_if_there(self, name: str) -> None:
-        with suppress(UnknownRequestError):  # it has finished
-            self.abort(name)
+    def refuse_own_thread(self, what: str) -> None:
+        """Raise IllegalTransitionError in a thread of this server: it would wait for itself."""
+        if threading.current_thread() in (*self._workers, *self._pumps, self._speaker):
+            raise IllegalTransitionError(f"{what} in a callback waits for itself: use a thread of your own")
 
     # --- the end ---------------------------------------------------------------------------------------------
 
@@ -254,8 +254,12 @@ class Server:
             return self._idle.wait_for(lambda: self.central.num_unfinished == 0, timeout)
 
     def close(self) -> None:
-        """Abort what is left, stop all threads, close the links. Twice does no harm. See `drain`."""
-        with self._lock:
+        """Abort what is left, stop all threads, close the links. Twice does no harm. See `drain`.
+
+        Raises the first error of a link that could not be closed (LinkStalledError), when all else is.
+        """
+        self.refuse_own_thread("close")
+        with self._bookkeeping():
             self._closing = True
             for request_id in list(self.central.desk.jobs):
                 self.central.abort(request_id, self.clock())
@@ -265,16 +269,32 @@ class Server:
                 condition.notify_all()
         for thread in self._workers:
             thread.join()
-        for pair, queue in self._on_links.items():
-            self._links[pair].close()  # ends what is on it
-            queue.put(None)
-        for thread in self._pumps:
-            thread.join()
+        problem = self._close_links()
         with self._lock:
             self.central.close(self.clock())
             self._outputs.notify_all()
         self._speaker.join()
-        self._links.clear()  # they hold the pools
+        if problem is not None:
+            raise problem
+
+    def _close_links(self) -> Exception | None:
+        """End what is on them, and their threads. Returns the first error."""
+        with self._lock:
+            transfers = list(self._transfers.values())
+        for transfer in transfers:
+            transfer.cancel()  # or a slow link would have to finish it
+        problem: Exception | None = None
+        for pair, link in self._links.items():
+            try:
+                link.close()
+            except Exception as error:
+                problem = problem or error
+            self._on_links[pair].put(None)
+        self._links_closed = True  # what has not ended by now never will
+        for thread in self._pumps:
+            thread.join()
+        self._links = {}  # they hold the pools
+        return problem
 
     def __enter__(self) -> Server:
         return self
@@ -303,6 +323,7 @@ class Server:
         """Wait for work. None: stop."""
         with self._lock:
             while not self._stopping and worker.alive:
+                self._abort_abandoned()
                 step = self.central.begin_step(worker, self.clock())
                 self._after_change(but=worker.name)
                 if step is not None:
@@ -346,7 +367,7 @@ class Server:
         for handoff in handoffs:
             try:
                 transfer = self._links[handoff.source, handoff.destination].open(handoff)
-            except NanoPDError as error:
+            except Exception as error:
                 self._transfer_ended(handoff.transfer_id, error)
             else:
                 self._watch(handoff, transfer)
@@ -356,7 +377,7 @@ class Server:
     def _send(self, handoff: Handoff) -> None:
         try:
             transfer = self._links[handoff.source, handoff.destination].send(handoff)
-        except NanoPDError as error:
+        except Exception as error:
             self._transfer_ended(handoff.transfer_id, error)
         else:
             self._watch(handoff, transfer)
@@ -372,7 +393,7 @@ class Server:
             transfer_id, transfer = item
             problem: BaseException | None = None
             try:
-                while not transfer.wait(self._poll_s):
+                while not transfer.wait(self._poll_s) and not self._links_closed:
                     self._tick()
             except Exception as error:
                 problem = error
@@ -380,6 +401,7 @@ class Server:
 
     def _tick(self) -> None:
         with self._lock:
+            self._abort_abandoned()
             self.central.tick(self.clock())
             self._after_change()
 
@@ -415,8 +437,8 @@ class Server:
                     self._outputs.wait()
             try:
                 desk.run_callbacks()
-            except Exception as error:  # the client's own; it must not take the others' outputs down
-                warnings.warn(f"an output callback raised {type(error).__name__}: {error}", stacklevel=1)
+            except BaseException as error:  # the client's own; it must not take the others' outputs down
+                _complain("an output callback", error)
 
 
 def make_sequences(
@@ -451,3 +473,36 @@ def _slowest_gb_s(links: Collection[Link]) -> float | None:
     """Of the links whose bandwidth was measured; None where no link copies anything."""
     measured = [report.gb_s for link in links if (report := getattr(link, "report", None)) is not None and report.gb_s]
     return min(measured, default=None)
+
+
+def _check_options(links: Mapping[Any, Any], functions: Mapping[str, Any], seed: Any, poll_s: Any) -> None:
+    """Raises ConfigError."""
+    for name, function in functions.items():
+        if not callable(function) and (function is not None or name == "clock"):
+            raise ConfigError(f"{name} must be a function, got {function!r:.80}")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise ConfigError(f"seed must be an int or None, got {seed!r}")
+    if isinstance(poll_s, bool) or not isinstance(poll_s, (int, float)) or not 0 < poll_s < math.inf:
+        raise ConfigError(f"poll_s must be a finite number of seconds > 0, got {poll_s!r}")
+    for (source, destination), link in links.items():
+        if getattr(link, "closed", False):
+            raise ConfigError(f"the link from {source} to {destination} is closed: a server closes its links with it")
+
+
+def _harmless(name: str, function: Callable[..., object]) -> Callable[..., None]:
+    """``function``, which belongs to the client, without its errors: they must not end a thread of the server."""
+
+    def call(*args: Any) -> None:
+        try:
+            function(*args)
+        except Exception as error:
+            _complain(name, error)
+
+    return call
+
+
+def _complain(who: str, error: BaseException) -> None:
+    try:
+        warnings.warn(f"{who} raised {type(error).__name__}: {error}", stacklevel=1)
+    except Warning:  # whoever turned warnings into errors gets them where no thread dies of it
+        traceback.print_exception(error)

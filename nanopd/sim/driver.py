@@ -13,7 +13,7 @@ from typing import Any
 
 from nanopd.engine.engine import StepRecord
 from nanopd.engine.jobs import OutputCallback
-from nanopd.engine.prompts import Prompt, check_params, encode_prompt
+from nanopd.engine.prompts import Prompt, check_params, check_seconds, encode_prompt
 from nanopd.engine.sampling_params import SamplingParams
 from nanopd.errors import EngineClosedError, SimulationError, TransferError, WorkerFailedError
 from nanopd.router.central import CentralConfig, CentralScheduler, Event, Predictor, WorkerStep
@@ -103,7 +103,7 @@ class VirtualDriver:
             raise EngineClosedError("the driver was closed")
         token_ids = list(prompt) if isinstance(prompt, bytes) else encode_prompt(prompt, None, None)[0]
         name = self._new_id() if request_id is None else request_id
-        arrival = self.now if arrival_time is None else float(arrival_time)
+        arrival = self.now if arrival_time is None else check_seconds("arrival_time", arrival_time)
         sequences = make_sequences(name, token_ids, params, arrival, ())
         self.central.submit(sequences, self.now, stream=stream, on_output=on_output or _ignore)
         self._settle()
