@@ -39,6 +39,7 @@ SMALL = Sizes(
     mixed_batches=(2,),
     mixed_kv_lens=(32,),
     chunks=(8, 16),
+    behind=((32, 64),),
     random=10,
     held_out=6,
     warm_up=0,
@@ -163,7 +164,7 @@ def test_sweeps_of_a_gpu_hold_out_enough() -> None:
     for sizes in (GPU, GPU_QUICK):
         setups = plan_sweep(sizes, limits)
         assert sum(setup.held_out for setup in setups) >= 40
-        assert {setup.kind for setup in setups} == {"prefill", "decode", "mixed", "random"}
+        assert {setup.kind for setup in setups} == {"prefill", "chunk", "decode", "mixed", "random"}
 
 
 # --- on a real engine --------------------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ class Sizes:
     mixed_batches: tuple[int, ...]
     mixed_kv_lens: tuple[int, ...]
     chunks: tuple[int, ...]
+    behind: tuple[tuple[int, int], ...]  # (tokens, prefix): chunks alone whose attention counts
     random: int  # to fit to
     held_out: int
     steps: int = 3
@@ -76,6 +77,7 @@ GPU = Sizes(
     mixed_batches=(8, 32, 64),
     mixed_kv_lens=(1024, 8192),
     chunks=(64, 128, 256, 512, 1024),
+    behind=((256, 4096), (1024, 4096), (2048, 4096), (256, 16384), (1024, 16384), (2048, 16384)),
     random=48,
     held_out=48,
 )
@@ -86,6 +88,7 @@ GPU_QUICK = Sizes(
     mixed_batches=(16, 64),
     mixed_kv_lens=(1024, 8192),
     chunks=(128, 512, 1024),
+    behind=((1024, 4096), (1024, 16384)),
     random=24,
     held_out=40,
 )
@@ -96,6 +99,7 @@ CPU = Sizes(
     mixed_batches=(2, 8),
     mixed_kv_lens=(64, 512),
     chunks=(16, 32, 64, 128),
+    behind=((32, 256), (128, 256)),
     random=32,
     held_out=40,
     warm_up=0,
@@ -107,6 +111,7 @@ CPU_QUICK = Sizes(
     mixed_batches=(2, 8),
     mixed_kv_lens=(128,),
     chunks=(16, 64),
+    behind=(),
     random=16,
     held_out=16,
     warm_up=0,
@@ -119,6 +124,7 @@ def plan_sweep(sizes: Sizes, limits: Limits, phases: Sequence[str] = PHASES, see
     setups: list[Setup] = []
     if "prefill" in phases:
         setups += [Setup("prefill", n) for n in sizes.prefill]
+        setups += [Setup("chunk", n, start=prefix) for n, prefix in sizes.behind]
     if "decode" in phases:
         setups += [Setup("decode", num_decodes=b, kv_len=k) for b in sizes.batches for k in sizes.kv_lens]
     if "prefill" in phases and "decode" in phases:
