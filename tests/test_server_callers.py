@@ -88,7 +88,7 @@ def test_outputs_need_somebody_to_go_to() -> None:
     check_idle(server)
 
 
-def test_links_that_another_server_has_closed_are_refused() -> None:
+def test_links_that_another_server_has_closed_are_refused_where_they_are_needed() -> None:
     class Closing(FakeLink):
         closed = False
 
@@ -96,11 +96,15 @@ def test_links_that_another_server_has_closed_are_refused() -> None:
             super().close()
             self.closed = True
 
-    workers = make_workers("p0 d0")
-    links = {("p0", "d0"): Closing(*workers)}
-    Server(workers, DISAGGREGATED, links=links).close()
-    with pytest.raises(ConfigError, match="p0 to d0 is closed"):
-        Server(workers, DISAGGREGATED, links=links)
+    for shared in (True, False):
+        workers = make_workers("p0 d0", shared_pool=shared)
+        links = {("p0", "d0"): Closing(*workers)}
+        Server(workers, DISAGGREGATED, links=links).close()
+        if shared:  # nobody needs it
+            Server(workers, DISAGGREGATED, links=links).close()
+        else:
+            with pytest.raises(ConfigError, match="p0 to d0 is closed"):
+                Server(workers, DISAGGREGATED, links=links)
 
 
 # --- callbacks ---------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class Server:
         poll_s: float = 0.05,
     ) -> None:
         links = dict(links or {})
-        _check_options(links, {"clock": clock, "on_step": on_step, "observe": observe}, seed, poll_s)
+        _check_options({"clock": clock, "on_step": on_step, "observe": observe}, seed, poll_s)
         self.central = CentralScheduler(
             workers,
             policy,
@@ -114,6 +114,7 @@ class Server:
             link_gb_s=link_gb_s,
             observe=None if observe is None else _harmless("observe", observe),
         )
+        _refuse_closed(links, self.central.workers)
         self.clock = clock
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -475,7 +476,7 @@ def _slowest_gb_s(links: Collection[Link]) -> float | None:
     return min(measured, default=None)
 
 
-def _check_options(links: Mapping[Any, Any], functions: Mapping[str, Any], seed: Any, poll_s: Any) -> None:
+def _check_options(functions: Mapping[str, Any], seed: Any, poll_s: Any) -> None:
     """Raises ConfigError."""
     for name, function in functions.items():
         if not callable(function) and (function is not None or name == "clock"):
@@ -484,8 +485,12 @@ def _check_options(links: Mapping[Any, Any], functions: Mapping[str, Any], seed:
         raise ConfigError(f"seed must be an int or None, got {seed!r}")
     if isinstance(poll_s, bool) or not isinstance(poll_s, (int, float)) or not 0 < poll_s < math.inf:
         raise ConfigError(f"poll_s must be a finite number of seconds > 0, got {poll_s!r}")
+
+
+def _refuse_closed(links: Mapping[tuple[str, str], Any], workers: Mapping[str, Worker]) -> None:
+    """Raises ConfigError. Within a shared pool nothing needs the link, so several servers may follow each other."""
     for (source, destination), link in links.items():
-        if getattr(link, "closed", False):
+        if getattr(link, "closed", False) and not workers[source].shares_pool_with(workers[destination]):
             raise ConfigError(f"the link from {source} to {destination} is closed: a server closes its links with it")
 
 
