@@ -221,6 +221,11 @@ def test_a_build_that_fails_closes_what_it_had_built(tiny: LoadedModel, broken_c
         ({**APART, "max_model_len": 10**6}, "max_model_len"),
         ({**APART, "prefill_chunk": 0}, "chunk_size"),
         ({**APART, "max_num_seqs": 100}, "max_num_batched_tokens"),
+        ({**APART, "collocated_chunk": -1}, "chunk_size"),
+        ({**APART, "elastic": "yes"}, "elastic"),
+        ({**APART, "num_blocks": 10**12}, "GB are free"),
+        ({"collocated": 5}, "collocated is a list of devices, got 5"),
+        ({"collocated": ["cpu"], "prefill": None}, "prefill is a list of devices, got None"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

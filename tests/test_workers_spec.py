@@ -90,7 +90,16 @@ def test_a_bad_spec_is_refused_with_the_value_and_what_is_allowed(text: str) -> 
 
 @pytest.mark.parametrize(
     "values",
-    [("cpu", None, ()), ("cpu", None, (-1,)), ("cpu", None, (True,)), ("cuda:0", True), ("cuda:0", 8.0), (0,), (None,)],
+    [
+        ("cpu", None, ()),
+        ("cpu", None, 5),
+        ("cpu", None, (-1,)),
+        ("cpu", None, (True,)),
+        ("cuda:0", True),
+        ("cuda:0", 8.0),
+        (0,),
+        (None,),
+    ],
     ids=str,
 )
 def test_a_spec_made_by_hand_is_checked_too(values: tuple) -> None:

@@ -21,7 +21,7 @@ from nanopd.workers.elastic import Occupancy
 from nanopd.workers.partition import BlasHint
 from nanopd.workers.pools import devices, placements, plan_pools
 from nanopd.workers.spec import DeviceSpec, check_specs
-from nanopd.workers.worker import Worker
+from nanopd.workers.worker import Role, Worker
 
 if TYPE_CHECKING:
     from nanopd.transfer.link import Link
@@ -102,6 +102,7 @@ class Cluster:
             num_blocks=num_blocks,
             enable_prefix_caching=enable_prefix_caching,
             enforce_eager=enforce_eager,
+            elastic=elastic,
         )
         if blas_hint not in get_args(BlasHint):
             raise ConfigError(f"blas_hint must be one of {', '.join(get_args(BlasHint))}, got {blas_hint!r}")
@@ -117,6 +118,8 @@ class Cluster:
             max_model_len=model_len(loaded.config, max_model_len),
         )
         limits = build.Limits(steps, prefill_chunk, collocated_chunk, enforce_eager, graph_sizes, elastic)
+        for role in Role:
+            limits.of(role)  # what no worker needs must make sense too
         with ExitStack() as stack:
             models = {device: build.model_on(torch.device(device), loaded) for device in devices(where)}
             places = build.make_places(where, stack, blas_hint)
@@ -128,9 +131,9 @@ class Cluster:
             occupancies = {device: Occupancy() for device in devices(where)}
             built: dict[str, Worker] = {}
             for pool, size in zip(pools, sizes, strict=True):
-                manager = BlockManager(size, block_size, enable_prefix_caching=enable_prefix_caching)
                 base = models[pool.device]
                 cache = KVCache.allocate(base.config, size, block_size, base.dtype, base.device)
+                manager = BlockManager(size, block_size, enable_prefix_caching=enable_prefix_caching)
                 build.synchronize(pool.device)  # the workers' streams do not wait for the one that wrote these
                 for member in pool.members:
                     place = places[member.name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -87,4 +87,6 @@ def _listed(role: Role, specs: Sequence[str | DeviceSpec]) -> Sequence[str | Dev
     """A lone text would otherwise be taken apart into characters."""
     if isinstance(specs, (str, DeviceSpec)):
         raise ConfigError(f"{role} is a list of devices, got {specs!r}: write [{str(specs)!r}], or use parse_devices")
+    if not isinstance(specs, Iterable):
+        raise ConfigError(f"{role} is a list of devices, got {specs!r}")
     return specs

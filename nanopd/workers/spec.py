@@ -138,6 +138,8 @@ def check_specs(
 
 
 def _checked_cores(cores: Collection[int]) -> tuple[int, ...]:
+    if not isinstance(cores, Collection):
+        raise ConfigError(f"cores is a list of ints, got {cores!r}")
     for core in cores:
         if isinstance(core, bool) or not isinstance(core, int) or core < 0:
             raise ConfigError(f"a core is an int of at least 0, got {core!r}")
