@@ -69,8 +69,10 @@ def test_the_slo_policy_uses_the_model_of_each_place(measured: str, capsys: pyte
         (["--profile", "h20", "--prompt-tokens", "0"], "prompt_tokens must be at least 1"),
         (["--profile", "h20", "--output-tokens", "0.5"], "output_tokens must be at least 1"),
         (["--profile", "h20", "--context", "-5"], "context must be at least 0"),
+        (["--profile", "h20", "--output-tokens", "inf"], "output_tokens must be at most 16,777,216"),
+        (["--profile", "h20", "--prompt-tokens", "1000000000"], "prompt_tokens must be at most 16,777,216"),
     ],
-    ids=["profile", "policy", "no-model", "load", "prompt", "output", "context"],
+    ids=["profile", "policy", "no-model", "load", "prompt", "output", "context", "endless", "long"],
 )
 def test_what_it_refuses_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["route", *arguments]) == 2

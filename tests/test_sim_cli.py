@@ -64,6 +64,9 @@ def test_search_prints_every_layout_and_why(tmp_path: Path, capsys: pytest.Captu
     ("options", "message"),
     [
         (["--gpus", "1", "--strategy", "disaggregated"], "need two GPUs, or --split"),
+        (["--prefill", "1"], "need two GPUs, or --split"),
+        (["--memory", "nan"], "memory_gb must be above 0"),
+        (["--memory", "1e30"], "at most 100,000, got 1e+30"),
         (["--gpus", "4", "--prefill", "1", "--decode", "1", "--strategy", "disaggregated"], "2 of 4 GPUs"),
         (["--gpus", "2", "--link", "0"], "above 0 GB/s"),
         (["--hardware", "abacus"], "neither a file nor a hardware profile"),

@@ -46,6 +46,9 @@ def run(arguments: list[str]) -> int:
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         return 130
+    except MemoryError as error:
+        print(f"nanopd: out of memory: {error}".removesuffix(": "), file=sys.stderr)
+        return 1
     except BrokenPipeError:  # `nanopd ... | head`
         sys.stderr.close()
         return 1

@@ -71,7 +71,9 @@ class Counts:
         return self.prefill or (n - self.decode if self.decode else max(1, n // 4))
 
     def strategies(self) -> list[str]:
-        """Those to compare if nobody says which."""
+        """Those to compare if nobody says which. Raises ConfigError for one role's device alone."""
+        if self.split is None and self.num_devices < 2 and (self.prefill or self.decode):
+            raise ConfigError("prefill and decode need two GPUs, or --split on one")
         return list(PURE) if self.split is not None or self.num_devices > 1 else ["collocated"]
 
     def layouts(self, cluster: SimulatedCluster) -> list[Layout]:

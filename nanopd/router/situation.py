@@ -11,6 +11,7 @@ from nanopd.errors import ConfigError
 from nanopd.router.snapshot import Snapshot, WorkerSnapshot
 from nanopd.workers.worker import Role
 
+_LONGEST = 1 << 24  # tokens: far beyond every model, and still quick to write down
 _POOL = 1 << 22  # blocks, where the profile does not say how many there are: memory is then no limit
 
 
@@ -78,8 +79,10 @@ class Situation:
 
 
 def imagined_request(prompt_tokens: int, output_tokens: float) -> Request:
-    """A request of this size. Raises ConfigError for an empty prompt or output."""
+    """A request of this size. Raises ConfigError for an empty prompt or output, or one beyond ``_LONGEST``."""
     for name, value in (("prompt_tokens", prompt_tokens), ("output_tokens", output_tokens)):
         if not value >= 1:
             raise ConfigError(f"{name} must be at least 1, got {value!r}")
+        if value > _LONGEST:
+            raise ConfigError(f"{name} must be at most {_LONGEST:,}, got {value!r}")
     return Request("request", [0] * prompt_tokens, SamplingParams(max_tokens=max(1, round(output_tokens))))
