@@ -130,8 +130,11 @@ def test_a_request_id_is_taken_until_its_request_has_finished() -> None:
     server.add_request([1], SamplingParams(max_tokens=2), request_id="a", on_output=sink.put)
     with pytest.raises(DuplicateRequestError):
         server.add_request([1], request_id="a", on_output=sink.put)
+    server.add_request([1], SamplingParams(max_tokens=2, n=2), request_id="b#1", on_output=sink.put)
+    with pytest.raises(DuplicateRequestError):  # its second sample would bear the name of the other request
+        server.add_request([1], SamplingParams(n=2), request_id="b", on_output=sink.put)
     gate.set()
-    assert sink.get(timeout=5).finished
+    assert sink.get(timeout=5).finished and sink.get(timeout=5).finished
     server.add_request([1], SamplingParams(max_tokens=2), request_id="a", on_output=sink.put)
     assert sink.get(timeout=5).finished
     check_idle(server)

@@ -284,6 +284,20 @@ def test_a_link_may_raise_what_it_likes(streamed: bool) -> None:
     check_idle(server)
 
 
+@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
+def test_a_request_that_no_transfer_takes_fails_with_the_links_reason(streamed: bool) -> None:
+    server = serve(make_workers("p0 d0"), config=CentralConfig(stream_layers=streamed, max_retries=1))
+    (link,) = server._links.values()
+
+    def closed(handoff: Any) -> FakeTransfer:
+        raise TransferError("the link is closed")
+
+    link.open = closed  # type: ignore[method-assign]
+    with pytest.raises(TransferError, match="the link is closed"):
+        server.generate([5, 6, 7], LONG, use_tqdm=False)
+    check_idle(server)
+
+
 def test_transfers_that_never_end_are_cancelled_by_close() -> None:
     server = serve(make_workers("p0 d0"))
     (link,) = server._links.values()

@@ -93,6 +93,7 @@ def run_bench(
     from nanopd.ops.measure import environment
 
     wanted = parse_rates(rates)
+    check_paths(out, figures)
     slo = SLO(slo_ttft_ms / 1e3, slo_tpot_ms / 1e3)
     default = str(resolve_device(None))
     places = Places.parse(collocated, prefill, decode, default)
@@ -130,6 +131,14 @@ def run_bench(
         print(f"written: {report.save(out)}")
     if figures is not None:
         save_figures(report, figures)
+
+
+def check_paths(out: Path | None, figures: Path | None) -> None:
+    """Raises ConfigError before anything is measured that could not be written afterwards."""
+    if out is not None and out.is_dir():
+        raise ConfigError(f"--out {out} is a folder: name a file")
+    if figures is not None and figures.exists() and not figures.is_dir():
+        raise ConfigError(f"--figures {figures} is a file: name a folder")
 
 
 def arrivals(

@@ -17,7 +17,7 @@ from nanopd.bench.metrics import SLO
 from nanopd.bench.report import basic_environment
 from nanopd.bench.target import Target
 from nanopd.bench.workload import Schedule
-from nanopd.cli.serve_bench import PURE, arrivals, parse_rates, policy_maker, save_figures, show
+from nanopd.cli.serve_bench import PURE, arrivals, check_paths, parse_rates, policy_maker, save_figures, show
 from nanopd.costmodel.hardware_profile import load_profile
 from nanopd.errors import ConfigError
 from nanopd.router.predictor import OutputLengthPredictor
@@ -103,6 +103,7 @@ def run_simulate(
     cluster_options: dict[str, Any],
 ) -> None:
     """See the command's options. Raises NanoPDError."""
+    check_paths(out, figures)
     profile = load_profile(hardware)
     slo = SLO(slo_ttft_ms / 1e3, slo_tpot_ms / 1e3)
     cluster = SimulatedCluster(profile, ["cuda:0"], **{k: v for k, v in cluster_options.items() if v is not None})

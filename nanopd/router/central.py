@@ -110,7 +110,8 @@ class CentralScheduler:
         nothing was accepted.
         """
         first = sequences[0]
-        if first.parent_id in self.desk.jobs or any(s.request_id in self._entries for s in sequences):
+        names = {first.parent_id, *(s.request_id for s in sequences)}
+        if any(name in self.desk.jobs or name in self._entries for name in names):
             raise DuplicateRequestError(f"request {first.parent_id!r} is still in flight")
         limit = self.config.max_unfinished
         if limit is not None and len(self._entries) + len(sequences) > limit:
@@ -311,6 +312,7 @@ class CentralScheduler:
                 self._retry(entry, error, now, counted=False)
             elif reserved_there:
                 self._abandon(entry)  # its prefill goes on; a new home is found when it is handed over
+                entry.lost = error
         for entry in self._backlog.clear():
             self._place(entry, now)  # where its path may be closed now
         self._grant(now)
@@ -361,6 +363,7 @@ class CentralScheduler:
             self._retry(entry, error, now)
         else:
             self._abandon(entry)  # still in prefill, which is not disturbed; see `_hand_over`
+            entry.lost = error
 
     def tick(self, now: float) -> None:
         """Let leases run out. To be called at `next_deadline` at the latest; more often does no harm."""
@@ -441,8 +444,8 @@ class CentralScheduler:
         """The prefill is done: on to the decode worker, with the KV or behind it."""
         request, reservation = entry.request, entry.reservation
         if reservation is None:
-            error = WorkerFailedError(f"the decode worker or the transfer of request {request.request_id!r} failed")
-            self._retry(entry, error, now)
+            assert entry.lost is not None
+            self._retry(entry, entry.lost, now)
             return
         decode = reservation.worker
         if self._is_lent(entry):

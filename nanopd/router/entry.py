@@ -42,6 +42,7 @@ class Entry:
     worker: Worker | None = None
     reservation: Reservation | None = None
     num_retries: int = 0
+    lost: BaseException | None = None  # why its reservation was given up while it was in prefill
 
 
 @dataclass(eq=False, slots=True)
