@@ -21,6 +21,7 @@ from nanopd.errors import (
     InvalidRequestError,
     LinkStalledError,
     TransferError,
+    WorkerFailedError,
 )
 from nanopd.router.central import CentralConfig
 from nanopd.router.server import Server
@@ -290,12 +291,30 @@ def test_a_request_that_no_transfer_takes_fails_with_the_links_reason(streamed: 
     (link,) = server._links.values()
 
     def closed(handoff: Any) -> FakeTransfer:
-        raise TransferError("the link is closed")
+        raise OSError("the link is closed")
 
     link.open = closed  # type: ignore[method-assign]
     with pytest.raises(TransferError, match="the link is closed"):
         server.generate([5, 6, 7], LONG, use_tqdm=False)
     check_idle(server)
+
+
+def test_a_thread_that_dies_gives_its_requests_a_type() -> None:
+    workers = make_workers("c0 c1")
+
+    def dies(plan: Any) -> None:
+        raise SystemExit("out of cores")
+
+    for worker in workers:
+        worker.runner.execute = dies
+    before, threading.excepthook = threading.excepthook, lambda args: None
+    try:
+        server = serve(workers, COLLOCATED)
+        with pytest.raises(WorkerFailedError, match="out of cores"):
+            server.generate([5, 6, 7], LONG, use_tqdm=False)
+        check_idle(server)
+    finally:
+        threading.excepthook = before
 
 
 def test_transfers_that_never_end_are_cancelled_by_close() -> None:

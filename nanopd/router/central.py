@@ -398,13 +398,18 @@ class CentralScheduler:
 
     # --- from place to place -----------------------------------------------------------------------------------
 
-    def _place(self, entry: Entry, now: float) -> None:
-        """Queue an entry that is nowhere on its path; on the other one if its own is closed for good."""
+    def _place(self, entry: Entry, now: float, cause: BaseException | None = None) -> None:
+        """Queue an entry that is nowhere on its path; on the other one if its own is closed for good.
+
+        ``cause``: the failure that it comes from, if any.
+        """
         try:
             entry.path = self._roster.possible_path(entry.request, entry.path)
         except InvalidRequestError as error:
-            message = f"no worker is left for request {entry.request.request_id!r}: {error}"
-            self._finish(entry, FinishReason.FAILED, now, WorkerFailedError(message))
+            before = "" if cause is None else f"; before that, {cause}"
+            failure = WorkerFailedError(f"no worker is left for request {entry.request.request_id!r}: {error}{before}")
+            failure.__cause__ = cause
+            self._finish(entry, FinishReason.FAILED, now, failure)
             return
         if entry.path is Path.DISAGGREGATED:
             entry.stage = Stage.BACKLOG
@@ -491,7 +496,7 @@ class CentralScheduler:
         entry.worker = None
         if self._roster.alive(Role.COLLOCATED) and entry.path is Path.DISAGGREGATED:
             entry.path = Path.COLLOCATED  # no second transfer
-        self._place(entry, now)
+        self._place(entry, now, error)
 
     def _finish(self, entry: Entry, reason: FinishReason, now: float, error: BaseException | None = None) -> None:
         """End a sequence wherever it is."""

@@ -34,11 +34,13 @@ from nanopd.errors import (
     IllegalTransitionError,
     InvalidRequestError,
     UnknownRequestError,
+    WorkerFailedError,
 )
 from nanopd.router.central import CentralConfig, CentralScheduler, Event, Predictor, WorkerStep
 from nanopd.router.clients import ServerStream, generate_all
 from nanopd.router.decision import Policy
 from nanopd.transfer.handoff import Handoff
+from nanopd.transfer.queued import failure
 from nanopd.workers.worker import Worker
 
 if TYPE_CHECKING:
@@ -314,8 +316,10 @@ class Server:
                 while (step := self._next_step(worker)) is not None:
                     self._carry_out(step)
         except BaseException as error:  # of `enter`, or of our own bookkeeping: this thread cannot go on
+            failed = WorkerFailedError(f"worker {worker.name} cannot go on: {type(error).__name__}: {error}")
+            failed.__cause__ = error
             with self._lock:
-                self.central.worker_failed(worker, error, self.clock())
+                self.central.worker_failed(worker, failed, self.clock())
                 self._after_change()
             if not isinstance(error, Exception):
                 raise
@@ -369,7 +373,7 @@ class Server:
             try:
                 transfer = self._links[handoff.source, handoff.destination].open(handoff)
             except Exception as error:
-                self._transfer_ended(handoff.transfer_id, error)
+                self._transfer_ended(handoff.transfer_id, failure(handoff, error))
             else:
                 self._watch(handoff, transfer)
                 transfers.append(transfer)
@@ -379,7 +383,7 @@ class Server:
         try:
             transfer = self._links[handoff.source, handoff.destination].send(handoff)
         except Exception as error:
-            self._transfer_ended(handoff.transfer_id, error)
+            self._transfer_ended(handoff.transfer_id, failure(handoff, error))
         else:
             self._watch(handoff, transfer)
 
