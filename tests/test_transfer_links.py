@@ -240,7 +240,7 @@ def test_layers_come_in_order() -> None:
         assert transfer.wait(20)
 
 
-@pytest.mark.parametrize("options", [{"piece_bytes": 0}, {"depth": 0}, {"depth": 1.5}], ids=str)
+@pytest.mark.parametrize("options", [{"piece_bytes": 0}, {"depth": 0}, {"depth": 1.5}, {"least_bytes": "2"}], ids=str)
 def test_sizes_must_make_sense(options: dict) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         link_of(PinnedRelayLink, pool(2, 1), pool(2, 2), **options)

@@ -126,6 +126,17 @@ def test_a_path_that_stalls_is_not_used() -> None:
     assert any("LinkStalledError" in why and "did not arrive within 0.05 s" in why for _, why in report.tried)
 
 
+def test_a_path_that_cannot_even_be_set_up_is_not_used() -> None:
+    def out_of_memory(*pools, **options):
+        raise RuntimeError("CUDA error: out of memory")
+
+    source, destination = pool(16, 1), pool(16, 2)
+    builders = {**BUILDERS, PeerLink.path: out_of_memory}
+    with connected(source, destination, topology=TwoDevices(peer=True), builders=builders) as link:
+        assert isinstance(link, PinnedRelayLink) and link.report is not None
+        assert "out of memory" in dict(link.report.tried)[PeerLink.path]
+
+
 def test_nothing_works() -> None:
     builders = {"peer copy": CorruptPeer}
     with pytest.raises(TransferError, match=r"no link from cpu to cpu works .*peer copy corrupts"):
@@ -165,8 +176,8 @@ def test_the_fit_survives_noise() -> None:
 # --- throttled -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gb_s", [0, -1.0, float("nan"), float("inf")])
-def test_a_bandwidth_must_be_above_zero(gb_s: float) -> None:
+@pytest.mark.parametrize("gb_s", [0, -1.0, float("nan"), float("inf"), pytest.param(10**400, id="huge"), True, "1"])
+def test_a_bandwidth_must_be_above_zero(gb_s) -> None:
     with link_of(SameDeviceLink, pool(2, 1), pool(2, 2)) as inner:
         with pytest.raises(ConfigError, match="above 0 GB/s"):
             ThrottledLink(inner, gb_s)

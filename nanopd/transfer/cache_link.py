@@ -86,9 +86,13 @@ class CacheLink(QueuedLink):
         refuse_differences(source.fingerprint(), destination.fingerprint(), self.path)
         if source.device.type != destination.device.type:
             raise ConfigError(f"a {self.path} cannot go from {source.device} to {destination.device}")
-        for name, value in (("piece_bytes", piece_bytes), ("depth", depth)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be an int >= 1, got {value!r}")
+        for name, value, least in (
+            ("piece_bytes", piece_bytes, 1),
+            ("depth", depth, 1),
+            ("least_bytes", least_bytes, 0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} must be an int >= {least}, got {value!r}")
         refuse_foreign("source_stream", source_stream, source.device)
         refuse_foreign("transfer_stream", transfer_stream, source.device)
         refuse_foreign("receive_stream", receive_stream, destination.device)

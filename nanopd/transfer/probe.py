@@ -129,7 +129,7 @@ def probe_link(
                 there, back = _try_both_ways(
                     builders[name], source, destination, source_ops, destination_ops, scratch_bytes, timeout
                 )
-            except NanoPDError as error:
+            except (NanoPDError, RuntimeError) as error:  # torch says of a device what is wrong in the latter
                 why_not = f"{type(error).__name__}: {error}"
             else:
                 (gb_s, latency), (back_gb_s, _) = fit(there), fit(back)

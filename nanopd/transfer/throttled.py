@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any, TypeGuard
 
 from nanopd.errors import ConfigError
 from nanopd.transfer.handoff import Handoff
@@ -53,10 +54,10 @@ class ThrottledLink(QueuedLink):
     """
 
     def __init__(self, inner: QueuedLink, gb_s: float, latency_s: float = 0.0) -> None:
-        if not (math.isfinite(gb_s) and gb_s > 0):
-            raise ConfigError(f"the bandwidth of a link must be above 0 GB/s and finite, got {gb_s}")
-        if not (math.isfinite(latency_s) and latency_s >= 0):
-            raise ConfigError(f"the latency of a link must be at least 0 s and finite, got {latency_s}")
+        if not _is_finite(gb_s) or gb_s <= 0:
+            raise ConfigError(f"the bandwidth of a link must be above 0 GB/s and finite, got {gb_s!r:.80}")
+        if not _is_finite(latency_s) or latency_s < 0:
+            raise ConfigError(f"the latency of a link must be at least 0 s and finite, got {latency_s!r:.80}")
         self.path = f"throttled({inner.path}, {gb_s:g} GB/s)"
         self.inner, self.gb_s, self.latency_s = inner, gb_s, latency_s
         self._free_at = 0.0  # when the last layer so far has passed
@@ -92,5 +93,11 @@ class ThrottledLink(QueuedLink):
             transfer.state.cancel()
 
     def close(self) -> None:
-        super().close()
-        self.inner.close()
+        try:
+            super().close()
+        finally:
+            self.inner.close()
+
+
+def _is_finite(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
