@@ -149,6 +149,20 @@ def test_an_observer_that_raises_changes_nothing(name: str) -> None:
         check_idle(server)
 
 
+@pytest.mark.filterwarnings("ignore:the predictor raised ValueError")
+def test_a_predictor_that_raises_loses_no_request() -> None:
+    class Broken:
+        def predict(self, request: object) -> float:
+            return 5.0
+
+        def observe(self, request: object) -> None:
+            raise ValueError("not a number")
+
+    server = serve(make_workers("p0 d0"), predictor=Broken())
+    assert len(server.generate([[1, 2], [3, 4], [5]], SHORT, use_tqdm=False)) == 3
+    check_idle(server)
+
+
 @pytest.mark.parametrize("what", ["close", "generate", "reading a stream"])
 def test_a_callback_that_would_wait_for_itself_is_told(what: str) -> None:
     server = serve(make_workers("c0"), COLLOCATED)

@@ -29,6 +29,7 @@ from nanopd.errors import (
     UnknownRequestError,
     WorkerFailedError,
 )
+from nanopd.router.callbacks import harmless
 from nanopd.router.decision import Path, Policy
 from nanopd.router.entry import Backlog, Entry, Stage
 from nanopd.router.moves import Moves
@@ -516,7 +517,7 @@ class CentralScheduler:
         del self._entries[request.request_id]
         self.desk.close([request])
         if self.predictor is not None:
-            self.predictor.observe(request)
+            harmless("the predictor", self.predictor.observe)(request)
         self._note(now, "finished", request.request_id, str(request.finish_reason))
 
     def _abandon(self, entry: Entry) -> None:

@@ -11,8 +11,6 @@ import math
 import random
 import threading
 import time
-import traceback
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -36,6 +34,7 @@ from nanopd.errors import (
     UnknownRequestError,
     WorkerFailedError,
 )
+from nanopd.router.callbacks import complain, harmless
 from nanopd.router.central import CentralConfig, CentralScheduler, Event, Predictor, WorkerStep
 from nanopd.router.clients import ServerStream, generate_all
 from nanopd.router.decision import Policy
@@ -114,7 +113,7 @@ class Server:
             tokenizer=tokenizer,
             kv_bytes_per_token=kv_bytes_per_token,
             link_gb_s=link_gb_s,
-            observe=None if observe is None else _harmless("observe", observe),
+            observe=None if observe is None else harmless("observe", observe),
         )
         _refuse_closed(links, self.central.workers)
         self.clock = clock
@@ -124,7 +123,7 @@ class Server:
             eos_token_ids = tokenizer.eos_token_ids if tokenizer is not None else ()
         self.eos_token_ids = frozenset(eos_token_ids)
         self._links = links
-        self._on_step = None if on_step is None else _harmless("on_step", on_step)
+        self._on_step = None if on_step is None else harmless("on_step", on_step)
         self._poll_s = poll_s
         self._random = random.Random(seed)
         self._num_ids = 0
@@ -443,7 +442,7 @@ class Server:
             try:
                 desk.run_callbacks()
             except BaseException as error:  # the client's own; it must not take the others' outputs down
-                _complain("an output callback", error)
+                complain("an output callback", error)
 
 
 def make_sequences(
@@ -496,22 +495,3 @@ def _refuse_closed(links: Mapping[tuple[str, str], Any], workers: Mapping[str, W
     for (source, destination), link in links.items():
         if getattr(link, "closed", False) and not workers[source].shares_pool_with(workers[destination]):
             raise ConfigError(f"the link from {source} to {destination} is closed: a server closes its links with it")
-
-
-def _harmless(name: str, function: Callable[..., object]) -> Callable[..., None]:
-    """``function``, which belongs to the client, without its errors: they must not end a thread of the server."""
-
-    def call(*args: Any) -> None:
-        try:
-            function(*args)
-        except Exception as error:
-            _complain(name, error)
-
-    return call
-
-
-def _complain(who: str, error: BaseException) -> None:
-    try:
-        warnings.warn(f"{who} raised {type(error).__name__}: {error}", stacklevel=1)
-    except Warning:  # whoever turned warnings into errors gets them where no thread dies of it
-        traceback.print_exception(error)
