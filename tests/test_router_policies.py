@@ -90,8 +90,24 @@ def test_each_name_makes_the_policy_of_that_name(name: str) -> None:
         ("threshold", {"max_local_prefill_length": -1}, "max_local_prefill_length.*-1"),
         ("threshold", {"max_prefill_queue_size": 0}, "max_prefill_queue_size.*0"),
         ("collocated", {"share": 1}, "has no option share; it has none"),
+        ("threshold", {"max_local_prefill_length": "many"}, "cannot be made of .*many"),
+        ("threshold", {"max_local_prefill_length": float("nan")}, "max_local_prefill_length.*nan"),
+        ("slo", {"models": 5, "ttft_ms": 5.0, "tpot_ms": 5.0}, "cannot be made of .*5"),
     ],
-    ids=["name", "option", "missing", "missing-slo", "profile", "share", "length", "queue", "none"],
+    ids=[
+        "name",
+        "option",
+        "missing",
+        "missing-slo",
+        "profile",
+        "share",
+        "length",
+        "queue",
+        "none",
+        "text",
+        "nan",
+        "int",
+    ],
 )
 def test_wrong_names_and_options_list_the_right_ones(name: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -103,8 +119,10 @@ def test_wrong_names_and_options_list_the_right_ones(name: str, options: dict[st
 
 def test_round_robin_takes_turns_by_the_number_of_the_request() -> None:
     policy, situation = RoundRobin(), snapshot(*trio())
-    taken = [policy.decide(request(request_id=f"run-{i}"), situation).path for i in range(6)]
-    assert taken == [Path.COLLOCATED, Path.DISAGGREGATED] * 3
+    for prefix in ("run-", "1732900000000000", "9" * 5000):  # a clock's number is beyond what a float tells apart
+        taken = [policy.decide(request(request_id=f"{prefix}{i}"), situation).path for i in range(6)]
+        assert taken == [Path.COLLOCATED, Path.DISAGGREGATED] * 3
+    policy.decide(request(request_id="\ud800"), situation)
 
 
 @given(st.floats(0, 1), st.integers(0, 500))

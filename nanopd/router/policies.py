@@ -80,9 +80,9 @@ class PrefillLengthThreshold:
     name = "threshold"
 
     def __init__(self, max_local_prefill_length: int = 512, max_prefill_queue_size: int = 4) -> None:
-        if max_local_prefill_length < 0:
+        if not max_local_prefill_length >= 0:
             raise ConfigError(f"max_local_prefill_length must be at least 0, got {max_local_prefill_length!r}")
-        if max_prefill_queue_size < 1:
+        if not max_prefill_queue_size >= 1:
             raise ConfigError(f"max_prefill_queue_size must be at least 1, got {max_prefill_queue_size!r}")
         self.max_local_prefill_length = max_local_prefill_length
         self.max_prefill_queue_size = max_prefill_queue_size
@@ -106,9 +106,9 @@ class PrefillLengthThreshold:
 
 
 def request_index(request_id: str) -> int:
-    """The number at the end of an id, or a hash of an id without one."""
-    number = re.search(r"\d+$", request_id)
-    return int(number[0]) if number else zlib.crc32(request_id.encode())
+    """The number at the end of an id, of which nine digits tell one turn from the next; else a hash of the id."""
+    number = re.search(r"\d{1,9}$", request_id)
+    return int(number[0]) if number else zlib.crc32(request_id.encode(errors="surrogatepass"))
 
 
 def cached_tokens(snapshot: Snapshot) -> int:
@@ -135,7 +135,7 @@ POLICY_NAMES = tuple(_HOME)
 
 def policy_class(name: str) -> Callable[..., Policy]:
     """The class behind a name. Raises ConfigError that lists the names."""
-    if name not in _HOME:
+    if not isinstance(name, str) or name not in _HOME:
         raise ConfigError(f"no policy is called {name!r}; there are {', '.join(POLICY_NAMES)}")
     module, attribute = _HOME[name]
     found: Callable[..., Policy] = getattr(importlib.import_module(f"nanopd.router.{module}"), attribute)
@@ -145,7 +145,8 @@ def policy_class(name: str) -> Callable[..., Policy]:
 def make_policy(name: str, **options: Any) -> Policy:
     """A policy by name: "collocated", "disaggregated", "round-robin", "seed-rule", "seed-estimate", "threshold", "slo".
 
-    Raises ConfigError for a name or an option that does not exist, or one that is missing, and lists what there is.
+    Raises ConfigError for a name or an option that does not exist, or one that is missing, and lists what there is; and
+    for a value that is none of the option's kind.
     """
     made = policy_class(name)
     parameters = inspect.signature(made).parameters
@@ -156,4 +157,7 @@ def make_policy(name: str, **options: Any) -> Policy:
     required = [p.name for p in parameters.values() if p.default is p.empty and p.name not in options]
     if required:
         raise ConfigError(f"policy {name!r} needs {', '.join(required)}; its options are {', '.join(parameters)}")
-    return made(**options)
+    try:
+        return made(**options)
+    except TypeError as error:  # a text where a number must stand
+        raise ConfigError(f"policy {name!r} cannot be made of {options!r:.200}: {error}") from error
