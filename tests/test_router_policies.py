@@ -93,6 +93,8 @@ def test_each_name_makes_the_policy_of_that_name(name: str) -> None:
         ("threshold", {"max_local_prefill_length": "many"}, "cannot be made of .*many"),
         ("threshold", {"max_local_prefill_length": float("nan")}, "max_local_prefill_length.*nan"),
         ("slo", {"models": 5, "ttft_ms": 5.0, "tpot_ms": 5.0}, "cannot be made of .*5"),
+        ("seed-rule", {"profile": 5}, "profile must be.*5"),
+        ("seed-estimate", {"profile": "h20", "default_output": float("nan")}, "default_output.*nan"),
     ],
     ids=[
         "name",
@@ -107,6 +109,8 @@ def test_each_name_makes_the_policy_of_that_name(name: str) -> None:
         "text",
         "nan",
         "int",
+        "no-profile",
+        "no-output",
     ],
 )
 def test_wrong_names_and_options_list_the_right_ones(name: str, options: dict[str, Any], words: str) -> None:

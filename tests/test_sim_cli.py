@@ -72,6 +72,10 @@ def test_search_prints_every_layout_and_why(tmp_path: Path, capsys: pytest.Captu
         (["--hardware", "abacus"], "neither a file nor a hardware profile"),
         (["--split", "48/84"], "no step-time model for 'sm=84'"),
         (["--workload", "nothing"], "is none of"),
+        (
+            ["--hardware", "h200", "--strategy", "slo", "--collocated", "1", "--policy", "ttft_ms=5"],
+            "use --profile, --slo-ttft",
+        ),
         (["--out", "."], "--out . is a folder"),
         (["--figures", __file__], "is a file: name a folder"),
     ],

@@ -204,8 +204,10 @@ def policy_maker(
 
             if profile is None:
                 raise ConfigError("strategy 'slo' predicts step times: give --profile (see `nanopd profile`)")
-            models = load_profile(profile).step_time
-            return make_policy(name, models=models, ttft_ms=ttft_ms, tpot_ms=tpot_ms, **options)
+            fixed = {"models": load_profile(profile).step_time, "ttft_ms": ttft_ms, "tpot_ms": tpot_ms}
+            if twice := sorted(set(fixed) & set(options)):
+                raise ConfigError(f"{', '.join(twice)} of strategy 'slo': use --profile, --slo-ttft and --slo-tpot")
+            return make_policy(name, **fixed, **options)
         return make_policy(name, **options)
 
     return lambda name: lambda: make(name)

@@ -160,4 +160,5 @@ def make_policy(name: str, **options: Any) -> Policy:
     try:
         return made(**options)
     except TypeError as error:  # a text where a number must stand
-        raise ConfigError(f"policy {name!r} cannot be made of {options!r:.200}: {error}") from error
+        given = ", ".join(f"{key}={value!r:.40}" for key, value in options.items())
+        raise ConfigError(f"policy {name!r} cannot be made of {given}: {error}") from error

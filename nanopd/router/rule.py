@@ -13,6 +13,7 @@ from nanopd.costmodel.cost_model import LoadState, RequestSize
 from nanopd.costmodel.estimate import Estimate
 from nanopd.costmodel.hardware_profile import HardwareProfile, load_profile
 from nanopd.engine.request import Request
+from nanopd.errors import ConfigError
 from nanopd.router.decision import Decision, Path
 from nanopd.router.paths import expected_output, system_load, take
 from nanopd.router.snapshot import Snapshot
@@ -23,7 +24,12 @@ class _Seed:
     """What both share. ``load`` is `system_load`; ``batch`` is that of the least loaded decode worker."""
 
     def __init__(self, profile: HardwareProfile | str, default_output: float = 256.0) -> None:
-        self.model = AnalyticalModel(load_profile(profile) if isinstance(profile, str) else profile)
+        found = load_profile(profile) if isinstance(profile, str) else profile
+        if not isinstance(found, HardwareProfile):
+            raise ConfigError(f"profile must be a hardware profile or the name of one, got {profile!r:.80}")
+        if not default_output > 0:
+            raise ConfigError(f"default_output must be above 0 tokens, got {default_output!r}")
+        self.model = AnalyticalModel(found)
         self.default_output = default_output
 
     def estimates(self, request: Request, snapshot: Snapshot, predicted: float | None) -> tuple[Estimate, Estimate]:
