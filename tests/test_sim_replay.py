@@ -245,6 +245,9 @@ def test_a_recording_begins_before_the_first_request() -> None:
     driver.add_request([1])
     with pytest.raises(ConfigError, match="before the first request"):
         Recorder(driver)
+    driver.drain()  # nothing is in flight, and blocks and transfers have been numbered all the same
+    with pytest.raises(ConfigError, match="before the first request"):
+        Recorder(driver)
 
 
 def test_broken_files_are_refused(tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ class CentralScheduler:
         self._tokenizer = tokenizer
         self.kv_bytes_per_token, self.link_gb_s = kv_bytes_per_token, link_gb_s
         self.observe = observe
+        self._num_accepted = 0
         self._entries: dict[str, Entry] = {}
         self._backlog = Backlog()
         self._moves = Moves(self.config.lease_s)
@@ -90,6 +91,11 @@ class CentralScheduler:
         self._kv_tokens_read = dict.fromkeys(self.workers, 0)  # by the last step's decodes
 
     # --- requests --------------------------------------------------------------------------------------------
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no request was ever accepted."""
+        return self._num_accepted == 0
 
     @property
     def num_unfinished(self) -> int:
@@ -122,6 +128,7 @@ class CentralScheduler:
         predicted = None if self.predictor is None else self.predictor.predict(first)
         decision = self.policy.decide(first, self.snapshot(now, first), predicted)
         path = self._roster.possible_path(first, decision.path)
+        self._num_accepted += len(sequences)
         self.desk.open(Job(prompt, sequences, self._tokenizer, stream=stream, on_output=on_output))
         for request in sequences:
             entry = Entry(request, decision, path, Stage.BACKLOG)

@@ -95,13 +95,13 @@ class Driver(Protocol):
 class Recorder:
     """Listens between a driver and its central scheduler, from now on. Attach it before the first request.
 
-    Raises ConfigError if requests are in flight already.
+    Raises ConfigError if requests were accepted already: their blocks and transfers would be missing from it.
     """
 
     def __init__(self, driver: Driver) -> None:
         central = driver.central
-        if central.num_unfinished:
-            raise ConfigError(f"a recording begins before the first request; {central.num_unfinished} are in flight")
+        if not central.is_fresh:
+            raise ConfigError("a recording begins before the first request, and this server has accepted some")
         self._setup = describe(central)
         self._calls: list[Row] = []
         self._events: list[Event] = []
