@@ -1,6 +1,6 @@
 """One card, three strategies: chunks on all SMs, prefill and decode in partitions, and whichever suits.
 
-    python -m nanopd.bench.one_card --profile h200          # writes docs/results/<gpu>/serving.json
+    python -m nanopd.bench.one_card --profile h200          # writes docs/results/<gpu>/one_card.json
 
 The same arrivals and prompts for all, on the same card. Two workloads that each favour one way of computing prompts,
 and one in which they take turns:
@@ -197,10 +197,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         },
     )
 
-    def save(result: dict[str, Any]) -> None:
-        write_result("serving", result, device=options.device, folder=options.out)
+    command = f"python -m nanopd.bench.one_card --profile {options.profile}"
 
-    raw = None if options.out is None else options.out / "serving"
+    def save(result: dict[str, Any]) -> None:
+        write_result("one_card", result, device=options.device, command=command, folder=options.out)
+
+    raw = None if options.out is None else options.out / "one_card"
     compare(card, load_profile(options.profile), Plan(), chunk_size=options.chunk, raw=raw, save=save)
 
 

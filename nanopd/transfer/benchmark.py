@@ -227,7 +227,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     result = bench_links(options.device, peer=options.peer, model=options.model, repeats=options.repeats)
     print(table(result))
-    print("written:", write_result(options.name, result, device=resolve_device(options.device), folder=options.out))
+    device = resolve_device(options.device)
+    peer = f" --peer {options.peer}" if options.peer else ""
+    command = f"python -m nanopd.transfer.benchmark --device {device}{peer}"
+    print("written:", write_result(options.name, result, device=device, command=command, folder=options.out))
 
 
 # --- inside --------------------------------------------------------------------------------------------------------
