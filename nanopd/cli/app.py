@@ -23,9 +23,9 @@ app = typer.Typer(
 )
 
 Model = Annotated[str, typer.Option(help="smollm2, dummy:SHAPE, a folder, or a Hugging Face name.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. [default: a GPU if there is one]")]
-DType = Annotated[str | None, typer.Option(help="float32, float16, bfloat16. [default: by device]")]
-Workers = Annotated[str | None, typer.Option(help="Workers of this role, such as cuda:1,cuda:3 or cuda:0/sm=48.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="a GPU if there is one")]
+DType = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.", show_default="by device")]
+Workers = Annotated[str | None, typer.Option(help="Workers of this role, such as cpu, cuda:1,cuda:3 or cuda:0/sm=48.")]
 Out = Annotated[Path | None, typer.Option(help="Also write the results as JSON to this file.")]
 
 
@@ -188,12 +188,13 @@ def bench(
     prefill: Annotated[str, typer.Option(help="Places that only prefill: cuda:0/sm=84 or cpu/cores=0.")] = "",
     decode: Annotated[str, typer.Option(help="Places that only decode.")] = "",
     strategy: Annotated[
-        list[str] | None, typer.Option(help="collocated, disaggregated, slo, threshold, ... (repeatable).")
+        list[str] | None, typer.Option(help="collocated, disaggregated, or a policy of `nanopd route` (repeatable).")
     ] = None,
-    profile: Annotated[str | None, typer.Option(help="Hardware profile of the slo strategy: a name or a file.")] = None,
+    profile: Annotated[str | None, typer.Option(help="Hardware profile of the slo strategy: h200 or a file.")] = None,
     policy: Annotated[list[str] | None, typer.Option(help="KEY=VALUE option of a policy (repeatable).")] = None,
     workload: Annotated[
-        str, typer.Option(help="short, long, mixed, sharegpt, ..., a trace, or PROMPT:OUTPUT.")
+        str,
+        typer.Option(help="short, long, mixed, sharegpt, humaneval, longbench, openchat, a trace, or PROMPT:OUTPUT."),
     ] = "short",
     scale: Annotated[float, typer.Option(help="Multiplies all lengths, for small models.")] = 1.0,
     limit: Annotated[int | None, typer.Option(help="Only the first requests of a trace.")] = None,
@@ -252,7 +253,7 @@ def bench(
 
 @app.command()
 def route(
-    profile: Annotated[str, typer.Option(help="rtx-4090, h20, ..., or a file that `nanopd profile` wrote.")],
+    profile: Annotated[str, typer.Option(help="h20, h200, rtx-4090, or a file that `nanopd profile` wrote.")],
     prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 1000,
     output_tokens: Annotated[float, typer.Option(help="Length of the output, as predicted.")] = 200.0,
     load: Annotated[int, typer.Option(help="Requests that decode, on either path.")] = 4,
@@ -288,18 +289,18 @@ def route(
 
 @app.command()
 def simulate(
-    hardware: Annotated[str, typer.Option(help="Hardware profile: rtx-4090, h20, ..., or a file.")] = "rtx-4090",
-    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs in all. [default: the roles' sum]")] = None,
+    hardware: Annotated[str, typer.Option(help="Hardware profile: h20, h200, rtx-4090, or a file.")] = "rtx-4090",
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs in all.", show_default="the roles' sum")] = None,
     collocated: Annotated[int | None, typer.Option(min=0, help="GPUs that prefill and decode.")] = None,
     prefill: Annotated[int | None, typer.Option(min=0, help="GPUs that only prefill.")] = None,
     decode: Annotated[int | None, typer.Option(min=0, help="GPUs that only decode.")] = None,
     split: Annotated[str | None, typer.Option(help="Cut each GPU: SMs for decode/prefill, such as 48/84.")] = None,
     strategy: Annotated[
-        list[str] | None, typer.Option(help="collocated, disaggregated, slo, threshold, ... (repeatable).")
+        list[str] | None, typer.Option(help="collocated, disaggregated, or a policy of `nanopd route` (repeatable).")
     ] = None,
     policy: Annotated[list[str] | None, typer.Option(help="KEY=VALUE option of a policy (repeatable).")] = None,
     workload: Annotated[
-        str, typer.Option("--workload", "--trace", help="short, long, mixed, ..., a trace, or PROMPT:OUTPUT.")
+        str, typer.Option("--workload", "--trace", help="A workload as in `nanopd bench`, a trace, or PROMPT:OUTPUT.")
     ] = "short",
     limit: Annotated[int | None, typer.Option(help="Only the first requests of a trace.")] = None,
     rate: Annotated[str, typer.Option(help="Requests per second, separated by commas.")] = "1,2,4",
@@ -314,11 +315,11 @@ def simulate(
     search: Annotated[
         bool, typer.Option("--search", help="Find the ratio (one GPU: the split) of best goodput.")
     ] = False,
-    link: Annotated[float | None, typer.Option(help="GB/s of each link. [default: the profile's]")] = None,
+    link: Annotated[float | None, typer.Option(help="GB/s of each link.", show_default="the profile's")] = None,
     latency: Annotated[float, typer.Option(help="Microseconds of each transfer.")] = 0.0,
     bus: Annotated[float | None, typer.Option(help="GB/s of a bus that all links share.")] = None,
     host: Annotated[float, typer.Option(help="Microseconds of the host between two steps of a worker.")] = 0.0,
-    memory: Annotated[float | None, typer.Option(help="GB of each GPU. [default: as known]")] = None,
+    memory: Annotated[float | None, typer.Option(help="GB of each GPU.", show_default="as known")] = None,
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks of each pool.")] = None,
     chunk: Annotated[int | None, typer.Option(help="Prompt tokens per step of collocated workers.")] = 512,
     max_model_len: Annotated[int | None, typer.Option(help="Prompt and output together, tokens.")] = None,
