@@ -1,0 +1,88 @@
+"""Documents that requests share, schedules in a row, and the comparison on one card, small and on the CPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nanopd.bench import one_card
+from nanopd.bench.lengths import Uniform
+from nanopd.bench.raw import read_records
+from nanopd.bench.workload import DOCUMENT_BLOCK, Documents, Part, Workload, chain, poisson
+from nanopd.costmodel.hardware_profile import BUSY, WHOLE, preset
+from nanopd.errors import ConfigError
+from nanopd.model.loader import load_model
+
+QUESTIONS = Workload("questions", (Part(1.0, Uniform(10, 60), Uniform(4, 8), Documents(3, 1000)),))
+CHATS = Workload("chats", (Part(1.0, Uniform(10, 60), Uniform(4, 8)),))
+
+
+def test_questions_begin_with_one_of_the_documents() -> None:
+    schedule = poisson(QUESTIONS, 20.0, 5.0, seed=3)
+    documents = schedule.documents(1000)
+    assert len(documents) == 3 and all(len(document) == 2 * DOCUMENT_BLOCK for document in documents)
+    beginnings = Counter()
+    for arrival in schedule.arrivals:
+        prompt = schedule.prompt(arrival, 1000)
+        assert len(prompt) == arrival.prompt_tokens and 10 <= len(prompt) - 2 * DOCUMENT_BLOCK <= 60
+        beginnings[tuple(prompt[: 2 * DOCUMENT_BLOCK])] += 1
+    assert set(beginnings) == set(map(tuple, documents))
+    assert max(beginnings.values()) < 0.6 * len(schedule)  # all of them are asked about
+
+
+def test_documents_are_the_same_at_every_rate_and_questions_are_not() -> None:
+    slow, fast = (poisson(QUESTIONS, rate, 5.0, seed=3) for rate in (5.0, 50.0))
+    assert sorted(slow.documents(1000)) == sorted(fast.documents(1000))
+    assert sorted(poisson(QUESTIONS, 5.0, 5.0, seed=4).documents(1000)) != sorted(slow.documents(1000))
+    one, other = (s.prompt(s.arrivals[0], 1000)[2 * DOCUMENT_BLOCK :] for s in (slow, fast))
+    assert len(one) == len(other) and one != other
+
+
+def test_workloads_without_documents_have_none() -> None:
+    assert poisson(CHATS, 20.0, 2.0, seed=3).documents(1000) == []
+    shrunk = QUESTIONS.scaled(0.5).parts[0].documents
+    assert shrunk == Documents(3, 500)
+    for bad in ((0, 10), (1, 0)):
+        with pytest.raises(ConfigError, match="at least 1 document"):
+            Documents(*bad)
+
+
+def test_a_chain_is_its_parts_one_after_the_other() -> None:
+    parts = [poisson(CHATS, 20.0, 2.0, seed=3), poisson(QUESTIONS, 10.0, 3.0, seed=3)]
+    made = chain("both", parts)
+    assert made.duration_s == 5.0 and len(made) == sum(map(len, parts))
+    assert [a.index for a in made.arrivals] == list(range(len(made)))
+    times = [a.time_s for a in made.arrivals]
+    assert times == sorted(times)
+    assert times[len(parts[0]) :] == pytest.approx([2.0 + a.time_s for a in parts[1].arrivals])
+    assert sorted(made.documents(1000)) == sorted(parts[1].documents(1000))
+    with pytest.raises(ConfigError, match="one seed"):
+        chain("mixed up", [parts[0], poisson(CHATS, 20.0, 2.0, seed=4)])
+    with pytest.raises(ConfigError, match="needs parts"):
+        chain("nothing", [])
+
+
+def test_all_strategies_run_the_same_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(one_card, "LIGHT", CHATS)
+    monkeypatch.setattr(one_card, "HEAVY", QUESTIONS)
+    profile = preset("h200")
+    profile = replace(profile, step_time={**profile.step_time, WHOLE + BUSY: profile.step_time[WHOLE]})
+    options = {"num_blocks": 600, "collocated_chunk": 64, "max_model_len": 1200, "use_tqdm": False}
+    card = one_card.Card(load_model("dummy:tiny", device="cpu"), "cpu", "cpu", "cpu", options)
+    plan = one_card.Plan(light=(6.0,), heavy=(6.0,), phases=(0.3,), duration_s=1.0, heavy_s=1.0, phase_s=0.5)
+    lines: list[str] = []
+    result = one_card.compare(card, profile, plan, chunk_size=64, raw=tmp_path, show=lines.append)
+    assert len(lines) == 9
+    for workload, by_rate in result["runs"].items():
+        for rate, by_strategy in by_rate.items():
+            assert tuple(by_strategy) == one_card.STRATEGIES
+            offered = {summary["counters"]["offered"] for summary in by_strategy.values()}
+            assert len(offered) == 1 and offered != {0}
+            records = [read_records(tmp_path / f"{workload}-{rate}-{name}.jsonl") for name in one_card.STRATEGIES]
+            sent = [[(r.time_s, r.prompt_tokens, r.output_tokens) for r in run] for run in records]
+            assert sent[0] == sent[1] == sent[2]
+            if workload == "heavy":  # the documents were there before the run
+                assert min(summary["cached_share"] for summary in by_strategy.values()) > 0.8
