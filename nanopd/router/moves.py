@@ -68,6 +68,7 @@ class Moves:
             is_last=is_last,
             fingerprint=source.fingerprint,
         )
+        # The whole table and not only what moves: cached blocks may not outlive those before them.
         move = Move(handoff, entry, source, source.pin(request), reservation, now + self.lease_s)
         self._moves[handoff.transfer_id] = move
         self._num_made += 1
