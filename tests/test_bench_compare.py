@@ -279,3 +279,10 @@ def test_nothing_to_compare(case: str) -> None:
     strategies, rates = {"none": ([], [1.0]), "twice": ([one, one], [1.0]), "no-rate": ([one], [])}[case]
     with pytest.raises(ConfigError, match="a comparison needs"):
         compare(bench, strategies, rates=rates)
+
+
+def test_a_warm_up_that_leaves_nothing_is_refused_before_anything_runs() -> None:
+    bench = Bench()
+    with pytest.raises(ConfigError, match="leaves nothing"):
+        compare(bench, [bench.strategy("a", 0.05)], options=LoadOptions(warmup_s=1e6))
+    assert bench.opened == [] and bench.seen == []

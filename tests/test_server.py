@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import threading
 import time
@@ -345,6 +346,23 @@ def test_layouts_that_differ_are_refused_before_anything_starts() -> None:
     workers[1].fingerprint = LayoutFingerprint("fake", "bfloat16", 8, 2, 1, 8)
     with pytest.raises(ConfigError, match="block_size: 4 and 8"):
         CentralScheduler(workers, DISAGGREGATED, links=all_links(workers))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lease_s": 0},
+        {"lease_s": True},
+        {"lease_s": math.nan},
+        {"stream_layers": "x"},
+        {"max_retries": -1},
+        {"growth_tokens": 1.5},
+    ],
+    ids=str,
+)
+def test_limits_that_make_no_sense_are_named(wrong: dict) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        CentralConfig(**wrong)
 
 
 def test_names_must_be_unique_and_links_must_exist() -> None:

@@ -182,9 +182,10 @@ class _Bench:
         return self.result(rate).summary
 
     def result(self, rate: float) -> Result:
-        plan = self._plans(rate)
+        plan, warmup_s = self._plans(rate), self._options.warmup_s
+        if warmup_s >= plan.duration_s:
+            raise ConfigError(f"a warm-up of {warmup_s:g} s leaves nothing of a run of {plan.duration_s:g} s to measure")
         records = self._records(rate, plan)
-        warmup_s = self._options.warmup_s
         summary = summarize(
             records,
             self._slo,

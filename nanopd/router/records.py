@@ -44,7 +44,10 @@ class CentralConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < limit:
                 raise ConfigError(f"{name} must be an int >= {limit}, got {value!r}")
-        if not isinstance(self.lease_s, (int, float)) or not self.lease_s > 0:
+        if not isinstance(self.stream_layers, bool):
+            raise ConfigError(f"stream_layers must be True or False, got {self.stream_layers!r}")
+        number = isinstance(self.lease_s, (int, float)) and not isinstance(self.lease_s, bool)
+        if not number or not self.lease_s > 0:
             raise ConfigError(f"lease_s must be a number of seconds > 0, got {self.lease_s!r}")
 
 
