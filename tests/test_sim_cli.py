@@ -99,3 +99,12 @@ def test_the_speed_report_says_what_was_simulated() -> None:
     speed = measure(20, Layout(collocated=2), rate=4.0)
     assert 5 < speed.requests < 40 and speed.tokens >= 64 * speed.requests and speed.steps > 64
     assert "µs per token" in str(speed) and "peak memory" in str(speed)
+
+
+@pytest.mark.parametrize(("ttft_ms", "hopeless"), [("1", True), ("100000", False)])
+def test_a_comparison_in_which_nobody_is_served_well_says_what_to_change(
+    ttft_ms: str, hopeless: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--hardware", "rtx-4090", "--collocated", "1", "--workload", "64:4", "--rate", "1", "--duration", "3"]
+    assert run(["simulate", *options, "--no-goodput", "--slo-tpot", "100000", "--slo-ttft", ttft_ms]) == 0
+    assert ("lower --rate" in " ".join(capfd.readouterr().out.split())) is hopeless
