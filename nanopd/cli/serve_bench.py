@@ -269,8 +269,8 @@ def show(report: Report, console: Console) -> None:
         console.print(f"goodput of {name}: {found.per_gpu:.4g} requests/s per GPU ({found.reason})")
     if not any(result.summary.attained for result in report.results):
         console.print(
-            "No request met the SLO at any rate, so nothing can be compared: lower --rate, take a workload with shorter "
-            "prompts and outputs, or allow more with --slo-ttft and --slo-tpot."
+            "No request met the SLO at any rate, so nothing can be compared: lower --rate, take a workload with "
+            "shorter prompts and outputs, or allow more with --slo-ttft and --slo-tpot."
         )
 
 
