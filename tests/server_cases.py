@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from nanopd.router.decision import Decision, Path
 from nanopd.router.server import Server
@@ -45,8 +46,17 @@ def check_idle(server: Server) -> None:
         assert blocks.num_free_blocks == blocks.num_blocks, worker
         blocks.check_integrity([], [])
         assert not (isinstance(worker, DecodeWorker) and worker.reserved)
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("nanopd")]
-    assert left == []
+    own = (*server._workers, *server._pumps, server._speaker)
+    assert [thread.name for thread in own if thread.is_alive()] == []
+
+
+@contextmanager
+def no_new_threads() -> Iterator[None]:
+    """Threads that a test before left behind are that test's failure, not this one's."""
+    before = set(threading.enumerate())
+    yield
+    new = set(threading.enumerate()) - before
+    assert [thread.name for thread in new if thread.name.startswith("nanopd")] == []
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:

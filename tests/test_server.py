@@ -39,13 +39,13 @@ from nanopd.workers.worker import Worker
 from tests.fake_cluster import AtRandom, all_links, make_workers
 from tests.fake_link import FakeLink
 from tests.fake_runner import VOCAB, oracle
-from tests.server_cases import COLLOCATED, DISAGGREGATED, MAX_LEN, check_idle, prompts, serve
+from tests.server_cases import COLLOCATED, DISAGGREGATED, MAX_LEN, check_idle, no_new_threads, prompts, serve
 
 
 @pytest.fixture(autouse=True)
 def no_threads_left() -> Iterator[None]:
-    yield
-    assert [t.name for t in threading.enumerate() if t.name.startswith("nanopd")] == []
+    with no_new_threads():
+        yield
 
 
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])

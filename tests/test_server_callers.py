@@ -29,7 +29,7 @@ from nanopd.workers.worker import Worker
 from tests.fake_cluster import make_workers
 from tests.fake_link import FakeLink, FakeTransfer
 from tests.fake_runner import oracle
-from tests.server_cases import COLLOCATED, DISAGGREGATED, MAX_LEN, check_idle, serve
+from tests.server_cases import COLLOCATED, DISAGGREGATED, MAX_LEN, check_idle, no_new_threads, serve
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True, seed=0)
 SHORT = SamplingParams(max_tokens=1, seed=0)
@@ -37,8 +37,8 @@ SHORT = SamplingParams(max_tokens=1, seed=0)
 
 @pytest.fixture(autouse=True)
 def no_threads_left() -> Iterator[None]:
-    yield
-    assert [t.name for t in threading.enumerate() if t.name.startswith("nanopd")] == []
+    with no_new_threads():
+        yield
 
 
 class Gate:
