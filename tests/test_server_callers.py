@@ -270,8 +270,13 @@ def test_ctrl_c_waits_for_the_state_machine_and_then_aborts_everything() -> None
         os.kill(os.getpid(), signal.SIGINT)
 
     server.central.submit = interrupted  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        server.generate([[1, 2], [3, 4]], LONG, use_tqdm=False)
+    # A process that a script starts in the background ignores the signal, and its tests would too.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            server.generate([[1, 2], [3, 4]], LONG, use_tqdm=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert server.central.num_unfinished == 0
     gate.open()
     check_idle(server)
