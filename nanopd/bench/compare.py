@@ -184,7 +184,7 @@ class _Bench:
     def result(self, rate: float) -> Result:
         plan, warmup_s = self._plans(rate), self._options.warmup_s
         if warmup_s >= plan.duration_s:
-            raise ConfigError(f"a warm-up of {warmup_s:g} s leaves nothing of a run of {plan.duration_s:g} s to measure")
+            raise ConfigError(f"a warm-up of {warmup_s:g} s leaves nothing of {plan.duration_s:g} s to measure")
         records = self._records(rate, plan)
         summary = summarize(
             records,
