@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from router_cases import HALF, MODELS, WHOLE, request, snapshot, trio, worker
 
 from nanopd.costmodel.features import StepFeatures
+from nanopd.costmodel.hardware_profile import BUSY as BESIDE
 from nanopd.engine.plan import SchedulerConfig
 from nanopd.engine.scheduler import Scheduler
 from nanopd.errors import ConfigError
@@ -20,7 +21,7 @@ from nanopd.kv.block_manager import BlockManager
 from nanopd.router.decision import Path
 from nanopd.router.forecast import Place, admission_wait_ms, forecast_decode, forecast_prefill
 from nanopd.router.path_forecast import PathForecast, forecast_collocated
-from nanopd.router.slo import BESIDE, SloAware
+from nanopd.router.slo import SloAware
 from nanopd.router.snapshot import Snapshot, WorkerSnapshot
 from nanopd.workers.worker import Role
 

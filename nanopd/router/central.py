@@ -29,6 +29,7 @@ from nanopd.errors import (
     UnknownRequestError,
     WorkerFailedError,
 )
+from nanopd.kv.block_manager import BlockManager
 from nanopd.router.callbacks import harmless
 from nanopd.router.decision import Path, Policy
 from nanopd.router.entry import Backlog, Entry, Stage
@@ -79,6 +80,7 @@ class CentralScheduler:
         self.kv_bytes_per_token, self.link_gb_s = kv_bytes_per_token, link_gb_s
         self.observe = observe
         self._num_accepted = 0
+        self._num_ids = 0
         self._entries: dict[str, Entry] = {}
         self._backlog = Backlog()
         self._moves = Moves(self.config.lease_s)
@@ -101,6 +103,13 @@ class CentralScheduler:
     def num_unfinished(self) -> int:
         """Sequences in flight."""
         return len(self._entries)
+
+    def new_id(self) -> str:
+        """A name for a request whose client has none: the next number that nobody bears."""
+        while True:
+            name, self._num_ids = str(self._num_ids), self._num_ids + 1
+            if name not in self.desk.jobs:
+                return name
 
     def submit(
         self,
@@ -154,11 +163,15 @@ class CentralScheduler:
 
     def snapshot(self, now: float, request: Request | None = None) -> Snapshot:
         """What a policy may know, of ``request`` how much of it is cached. O(workers), and O(prompt) where it is."""
-        alive = tuple(self._snapshot(worker, request) for worker in self.workers.values() if worker.alive)
+        alive = [worker for worker in self.workers.values() if worker.alive]
+        cached: dict[BlockManager, int] = {}  # workers that share a pool find the same there
+        if request is not None:
+            pools = dict.fromkeys(worker.block_manager for worker in alive)
+            cached = {pool: pool.peek_prefix(request.all_token_ids) for pool in pools}
         num_bytes = self._moves.num_tokens * self.kv_bytes_per_token
         return Snapshot(
             now=now,
-            workers=alive,
+            workers=tuple(self._snapshot(worker, cached.get(worker.block_manager, 0)) for worker in alive),
             backlog_requests=len(self._backlog),
             backlog_tokens=self._backlog.num_tokens,
             transfers=len(self._moves),
@@ -167,7 +180,7 @@ class CentralScheduler:
             link_gb_s=self.link_gb_s,
         )
 
-    def _snapshot(self, worker: Worker, request: Request | None) -> WorkerSnapshot:
+    def _snapshot(self, worker: Worker, cached_tokens: int) -> WorkerSnapshot:
         scheduler, blocks = worker.scheduler, worker.block_manager
         step = self._steps.get(worker.name)
         return WorkerSnapshot(
@@ -184,7 +197,7 @@ class CentralScheduler:
             free_seats=scheduler.num_free_seats,
             step_started=None if step is None else step.start,
             takes_prompts=worker.serves(Role.COLLOCATED) and worker.role is Role.DECODE,
-            cached_tokens=0 if request is None else blocks.peek_prefix(request.all_token_ids),
+            cached_tokens=cached_tokens,
         )
 
     # --- steps -----------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Place:
     @property
     def present_tokens(self) -> int:
         """Prompt tokens still to compute for those who are here."""
-        return self.worker.waiting_tokens + self.worker.pending_tokens
+        return self.worker.waiting_tokens
 
     def prefill_ms(self, tokens: int, mean_prompt: float) -> float:
         """Time of the steps that compute ``tokens`` of prompts of ``mean_prompt`` tokens, decodes in each step.

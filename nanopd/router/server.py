@@ -126,7 +126,6 @@ class Server:
         self._on_step = None if on_step is None else harmless("on_step", on_step)
         self._poll_s = poll_s
         self._random = random.Random(seed)
-        self._num_ids = 0
         self._closing = False  # no new requests
         self._stopping = False  # threads end
         self._links_closed = False
@@ -192,7 +191,7 @@ class Server:
         with self._bookkeeping():
             if self._closing:
                 raise EngineClosedError("the server was closed")
-            name = self._new_id() if request_id is None else request_id
+            name = self.central.new_id() if request_id is None else request_id
             if params.seed is None:  # drawn once and kept, so that computing it anew gives the same tokens
                 params = replace(params, seed=self._random.getrandbits(63))
             now = self.clock()
@@ -201,12 +200,6 @@ class Server:
             self.central.submit(sequences, now, prompt=text, stream=stream, on_output=on_output)
             self._after_change()
         return name
-
-    def _new_id(self) -> str:
-        while True:
-            name, self._num_ids = str(self._num_ids), self._num_ids + 1
-            if name not in self.central.desk.jobs:
-                return name
 
     def abort(self, request_id: str) -> None:
         """End a request in whatever state it is; its last output says so. Raises UnknownRequestError."""

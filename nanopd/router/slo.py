@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from functools import reduce
 from statistics import NormalDist
 
-from nanopd.costmodel.hardware_profile import WHOLE
+from nanopd.costmodel.hardware_profile import BUSY, WHOLE
 from nanopd.costmodel.step_time import StepTimeModel
 from nanopd.engine.request import Request
 from nanopd.errors import ConfigError
@@ -29,7 +29,6 @@ from nanopd.router.snapshot import Snapshot, WorkerSnapshot
 from nanopd.workers.worker import Role
 
 _NORMAL = NormalDist()
-BESIDE = " beside a busy neighbour"  # ends the names that the profiler gives to places measured in company
 
 
 class SloAware:
@@ -181,7 +180,7 @@ class SloAware:
         if key not in self.models:
             known = sorted(self.models)
             raise ConfigError(f"worker {worker.name!r} needs a step-time model for {key!r}; there are {known}")
-        model, beside = self.models[key], self.models.get(key + BESIDE)
+        model, beside = self.models[key], self.models.get(key + BUSY)
         if worker.role is Role.PREFILL and beside and any(w.num_running for w in snapshot.of(Role.DECODE)):
             model = beside
         return Place(worker, model, self.max_num_batched_tokens, self.chunk_sizes[worker.role], beside)

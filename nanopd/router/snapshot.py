@@ -23,7 +23,6 @@ class WorkerSnapshot:
     block_size: int
     free_seats: int  # a decode worker's reservations count as taken
     step_started: float | None  # when the step in flight began, by the driver's clock
-    pending_tokens: int = 0  # of requests reserved here and still in prefill elsewhere, not counted above
     takes_prompts: bool = False  # a decode worker that also serves collocated requests
     cached_tokens: int = 0  # of the prompt that is to be routed, found in this worker's prefix cache
 

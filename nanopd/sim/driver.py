@@ -74,7 +74,6 @@ class VirtualDriver:
         self._flying: dict[str, FlyingStep] = {}  # by worker
         self._neighbours = Neighbours(cards)
         self._transfers: dict[int, list[Any] | None] = {}  # their ends; None: not known (yet)
-        self._num_ids = 0
         self._settling = self._closed = False
 
     def clock(self) -> float:
@@ -102,18 +101,12 @@ class VirtualDriver:
         if self._closed:
             raise EngineClosedError("the driver was closed")
         token_ids = list(prompt) if isinstance(prompt, bytes) else encode_prompt(prompt, None, None)[0]
-        name = self._new_id() if request_id is None else request_id
+        name = self.central.new_id() if request_id is None else request_id
         arrival = self.now if arrival_time is None else check_seconds("arrival_time", arrival_time)
         sequences = make_sequences(name, token_ids, params, arrival, ())
         self.central.submit(sequences, self.now, stream=stream, on_output=on_output or _ignore)
         self._settle()
         return name
-
-    def _new_id(self) -> str:
-        while True:
-            name, self._num_ids = str(self._num_ids), self._num_ids + 1
-            if name not in self.central.desk.jobs:
-                return name
 
     def abort(self, request_id: str) -> None:
         """End a request in whatever state it is. Raises UnknownRequestError."""
