@@ -75,7 +75,7 @@ class Place:
             yield
 
 
-def make_places(where: Sequence[Placement], stack: ExitStack, blas_hint: BlasHint = "groups") -> dict[str, Place]:
+def make_places(where: Sequence[Placement], stack: ExitStack, blas_hint: BlasHint = "always") -> dict[str, Place]:
     """Partitions of one device come from one call, which is what makes them disjoint."""
     partitions: dict[str, SmPartition] = {}
     for device in devices(where):

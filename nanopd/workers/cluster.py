@@ -67,7 +67,7 @@ class Cluster:
         prefill_chunk: int | None = None,
         collocated_chunk: int | None = None,
         elastic: bool = False,
-        blas_hint: BlasHint = "groups",
+        blas_hint: BlasHint = "always",
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,

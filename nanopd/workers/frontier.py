@@ -40,7 +40,7 @@ def measure_frontier(
     *,
     sizes: Sizes | None = None,
     gil: bool = True,
-    blas_hint: BlasHint = "groups",
+    blas_hint: BlasHint = "always",
     progress: bool = True,
     save: Callable[[dict[str, Any]], object] | None = None,
 ) -> dict[str, Any]:
@@ -207,12 +207,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m nanopd.workers.frontier", description=main.__doc__)
     parser.add_argument("--device", default=None, help="cuda:0 or cpu; default a GPU if there is one")
     parser.add_argument("--model", default=None, help="default dummy:qwen3-8b on a GPU, smollm2 on the CPU")
-    parser.add_argument("--blas-hint", default="groups", choices=get_args(BlasHint), help="see Cluster.build")
+    parser.add_argument("--blas-hint", default="always", choices=get_args(BlasHint), help="see Cluster.build")
     options = parser.parse_args(arguments)
     device = options.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     model = options.model or ("dummy:qwen3-8b" if device.startswith("cuda") else "smollm2")
     command = f"python -m nanopd.workers.frontier --model {model} --device {device} --blas-hint {options.blas_hint}"
-    name = "pd_frontier" if options.blas_hint == "groups" else f"pd_frontier_{options.blas_hint}"
+    name = "pd_frontier" if options.blas_hint == "always" else f"pd_frontier_{options.blas_hint}"
 
     def save(results: dict[str, Any]) -> Path:
         return write_result(name, results, device=device, command=command)
