@@ -109,6 +109,35 @@ def test_elastic_workers(pair: Pair, shared: bool) -> None:
         check_pools_are_free(cluster)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize("path", ["probed", "peer copy", "pinned relay"])
+def test_two_cards(pair: Pair, path: str, streamed: bool) -> None:
+    """Prefill on the second card, decode on the first, over the link that was found best and over each by itself."""
+    where = {"prefill": ["cuda:1"], "decode": ["cuda:0"]}
+    config = CentralConfig(stream_layers=streamed)
+    with build(pair, partitions=False, **where) as cluster:
+        links = cluster.links if path == "probed" else make_links(cluster, path)
+        with Server.of(cluster, DISAGGREGATED, links=links, config=config) as server:
+            outputs = server.generate(pair.prompts, [greedy(24)] * len(pair.prompts), use_tqdm=False)
+        pair.check(outputs, pair.prompts)
+        check_pools_are_free(cluster)
+        if path != "probed":
+            for link in links.values():
+                link.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_every_role_on_both_cards(pair: Pair) -> None:
+    """Two prefill and two decode workers and a collocated one: handoffs within a card and between cards."""
+    prompts = pair.prompts * 3
+    cards = ["cuda:0", "cuda:1"]
+    with build(pair, partitions=False, prefill=cards, decode=cards, collocated=["cuda:1"]) as cluster:
+        with Server.of(cluster, Alternate()) as server:
+            pair.check(server.generate(prompts, [greedy(16)] * len(prompts), use_tqdm=False), prompts)
+        check_pools_are_free(cluster)
+
+
 def test_nothing_is_left_on_the_card(pair: Pair) -> None:
     left = []
     for _ in range(4):
