@@ -90,10 +90,13 @@ def keep_busy(worker: Worker, vocab_size: int) -> Iterator[None]:
         vocab_size,
         replace(_default_sizes(worker), steps=8),
     )
+    most, num_decodes = (2048, 32) if on_gpu else (64, 2)
+    length = min(most, config.max_model_len - 2 * timer.sizes.rounds)
     if worker.role is Role.PREFILL:
-        setup = Setup("busy", min(2048 if on_gpu else 64, config.max_num_batched_tokens))
+        setup = Setup("busy", min(length, config.max_num_batched_tokens))
     else:
-        setup = Setup("busy", num_decodes=min(32 if on_gpu else 2, config.max_num_seqs), kv_len=2048 if on_gpu else 64)
+        room = blocks.num_blocks // (-(-length // blocks.block_size) + 2)  # in a small pool fewer must do
+        setup = Setup("busy", num_decodes=max(1, min(num_decodes, config.max_num_seqs, room)), kv_len=length)
     stop, started = threading.Event(), threading.Event()
     failed: list[BaseException] = []
 

@@ -47,26 +47,30 @@ class StepLogits:
 
 
 class PendingStep:
-    """A step that has been launched; its tokens may not be there yet."""
+    """A step that has been launched, on the current stream; it may still be running."""
 
-    def __init__(self, plan: StepPlan, tokens: Tensor | None) -> None:
+    def __init__(self, plan: StepPlan, tokens: Tensor | None, device: torch.device) -> None:
         """``tokens``: [number of samplers] int64 on the device, sent to the host here; None if nobody samples."""
         self.plan = plan
         self._tokens = tokens
-        self._arrived: torch.cuda.Event | None = None
-        if tokens is not None and tokens.device.type == "cuda":
-            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._tokens.copy_(tokens, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+        self._ended: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            if tokens is not None:
+                self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+                self._tokens.copy_(tokens, non_blocking=True)
+            self._ended = torch.cuda.Event()
+            self._ended.record()
 
     def wait(self) -> list[list[int]]:
-        """Block until the tokens are there. Returns one list of them per chunk, aligned with its samplers.
+        """Block until the step has ended. Returns one list of tokens per chunk, aligned with its samplers.
+
+        It waits also if nobody samples: once the books say that the step is done its blocks may be freed, and be
+        written by another worker of the pool, on a stream that knows nothing of this one.
 
         Raises NonFiniteLogitsError, naming the requests whose logits had no finite maximum.
         """
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        if self._ended is not None:
+            self._ended.synchronize()
         flat = [] if self._tokens is None else self._tokens.tolist()
         out, first = [], 0
         for chunk in self.plan.chunks:
@@ -152,21 +156,27 @@ class ModelRunner:
             if plan.copies:
                 self._copy_blocks(plan.copies)
             if not plan.chunks:
-                return PendingStep(plan, None)
+                return PendingStep(plan, None, self.device)
             step = self._forward(plan, after_layer)
-            return PendingStep(plan, self._sample(plan, step) if step.rows else None)
+            return PendingStep(plan, self._sample(plan, step) if step.rows else None, self.device)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
         """Run one step and return logits instead of tokens: [R, vocab], a row per chunk that has samplers, in order.
 
-        For algorithms that choose tokens themselves, such as beam search. A copy: later steps leave it alone.
+        For algorithms that choose tokens themselves, such as beam search. A copy: later steps leave it alone, and the
+        stream that is current here may use it at once.
         """
         with self._on_device():
             if plan.copies:
                 self._copy_blocks(plan.copies)
             step = self._forward(plan, None)
-            return step.logits[step.rows]
+            logits = step.logits[step.rows]
+        if self.stream is not None:
+            here = torch.cuda.current_stream(self.device)
+            here.wait_stream(self.stream)
+            logits.record_stream(here)
+        return logits
 
     @torch.inference_mode()
     def capture_graphs(self, use_tqdm: bool = False) -> None:

@@ -152,6 +152,10 @@ class CacheLink(QueuedLink):
 
     def _block_ids(self, handoff: Handoff) -> BlockIds:
         first, last = self._pipeline.stages[0].stream, self._pipeline.stages[-1].stream
+        if first is last:  # one upload instead of two
+            count = handoff.num_blocks
+            ids = _on_stream((*handoff.source_blocks, *handoff.destination_blocks), self.source.device, first)
+            return BlockIds(ids[:count], ids[count:])
         return BlockIds(
             _on_stream(handoff.source_blocks, self.source.device, first),
             _on_stream(handoff.destination_blocks, self.destination.device, last),

@@ -248,3 +248,32 @@ def test_embedded_model() -> None:
         pair.check(outputs, pair.prompts, least_sure=0.25)
         check_clean(llm)
         llm.close()
+
+
+def test_a_step_that_samples_nothing_has_ended_when_it_was_waited_for(pair: Pair) -> None:
+    """Its blocks may go to a worker on another stream then, which would write to them while this one still does."""
+    llm = make_llm(pair.low, chunk_size=16)
+    llm.engine.add_request(list(range(1, 100)), greedy(2))
+    torch.cuda._sleep(100_000_000)  # some 50 ms of the stream's time, which the step has to wait for
+    plan = llm.engine.begin_step()
+    assert plan is not None and not plan.chunks[0].samplers
+    llm.runner.launch(plan).wait()
+    assert torch.cuda.current_stream().query()
+    llm.engine.cancel_step(plan)
+
+
+def test_logits_of_a_runner_with_a_stream_of_its_own_can_be_read_at_once(pair: Pair) -> None:
+    llm = make_llm(pair.low)
+    llm.runner.stream = torch.cuda.Stream()
+    for start in (1, 100):
+        llm.engine.add_request(list(range(start, start + 90)), greedy(2))
+    plan = llm.engine.begin_step()
+    assert plan is not None
+    first, second = (StepPlan([chunk]) for chunk in plan.chunks)
+    other = llm.runner.logits(first).clone()
+    with torch.cuda.stream(llm.runner.stream):
+        torch.cuda._sleep(100_000_000)
+    logits = llm.runner.logits(second).clone()  # on the current stream, which is another one
+    torch.cuda.synchronize()
+    assert torch.equal(logits, llm.runner.logits(second)) and not torch.equal(logits, other)
+    llm.engine.cancel_step(plan)
