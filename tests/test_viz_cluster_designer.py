@@ -46,6 +46,21 @@ def test_every_slider_counts() -> None:
     assert made.chosen == Layout(prefill=1, decode=1)
 
 
+def test_the_link_slider_reaches_down_to_where_an_h20_is_held_up() -> None:
+    made = ClusterDesigner({"h20": preset("h20")}, SLO(ttft_s=1.0, tpot_s=0.075))
+    made.prefill.value, made.prompt.value, made.output.value, made.rate.value = 2, 2048, 16, 4
+    assert made.served[0].summary.attainment == 1.0
+    made.link.value = made.link.options[0]  # far below the KV that two prefills produce, 1 GB/s each
+    assert made.served[0].summary.attainment < 0.5
+
+
+def test_titles_name_the_busiest_worker() -> None:
+    made = designer()
+    name, _, share = max(made.served[0].busy, key=lambda worker: worker[2])
+    assert made.figure is not None
+    assert made.figure.axes[1].get_title(loc="left") == f"Busiest: {name}, {share:.0%} of the time"
+
+
 def test_a_run_is_small_whatever_the_sliders_say() -> None:
     made = designer()
     made.output.value = made.output.options[-1]

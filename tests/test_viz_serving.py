@@ -149,6 +149,34 @@ def test_unequal_hardware_is_drawn_per_gpu_and_says_so() -> None:
     assert list(y) == [run.summary.request_throughput / 2 for run in report.of("adaptive")]
 
 
+def title(ax: Axes) -> str:
+    return ax.get_title(loc="left")
+
+
+def test_titles_say_who_is_ahead_and_by_which_number(report: Report) -> None:
+    last = {name: report.of(name)[-1].summary for name in SERVICE}
+    best = max(s.request_throughput for s in last.values())
+    assert title(draw_throughput(report, ax=canvas())) == (
+        f"Most completed at 20/s: disaggregated and adaptive ({best:.3g}/s)"  # a tie
+    )
+    goodput = report.goodput["adaptive"].rate
+    assert title(draw_attainment(report, ax=canvas())) == f"Highest goodput: adaptive ({goodput:.3g}/s)"
+    # At 20/s collocated dropped requests: the comparison is at 10/s, where each p99 covers all.
+    p99 = 1e3 * report.of("adaptive")[RATES.index(10.0)].summary.ttft.p99
+    assert title(draw_latency(report, "ttft", ax=canvas())) == f"TTFT p99 at 10/s: adaptive lowest ({p99:.3g} ms)"
+    assert title(draw_latency(report, "tpot", ax=canvas())) == "TPOT p99 at 10/s: all alike (10 ms)"
+    share = last["collocated"].counters.num_dropped / last["collocated"].offered
+    assert title(draw_outcomes(report, ax=canvas())) == f"Most dropped at 20/s: collocated ({share:.0%})"
+
+
+def test_titles_claim_nothing_where_nothing_can_be_compared() -> None:
+    unequal, dropped = make({"adaptive": 2}), make(timeout_s=0.001, rates=(2.0,))
+    assert title(draw_attainment(unequal, ax=canvas())).startswith("SLO attainment")
+    assert title(draw_latency(dropped, "ttft", ax=canvas())) == "Time to first token"
+    assert title(draw_attainment(dropped, ax=canvas())) == "Nobody serves 90% within the SLO"
+    assert title(draw_outcomes(make(timeout_s=1e6), ax=canvas())) == "Nothing was dropped"
+
+
 def test_every_figure_can_be_saved(report: Report, tmp_path) -> None:
     drawn = figures(report)
     assert {"throughput", "attainment", "outcomes", "ttft", "tpot", "e2e", "ttft-violins"} <= set(drawn)

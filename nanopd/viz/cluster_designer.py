@@ -62,7 +62,7 @@ class ClusterDesigner(LiveFigure):
         self.prefill = widgets.IntSlider(
             min(1, gpus - 1), 0, max(1, gpus - 1), description="prefill", continuous_update=False
         )
-        self.link = _powers("link GB/s", 0, 10, 4)
+        self.link = _powers("link GB/s", -3, 10, 4)  # from a network card of 1 gigabit
         self.rate = _powers("requests/s", -2, 9, 2)
         self.prompt = _powers("prompt", 4, 14, 9)
         self.output = _powers("output", 0, 9, 5)
@@ -144,7 +144,8 @@ class ClusterDesigner(LiveFigure):
         ax.invert_yaxis()
         ax.set_xlim(0, 1)
         ax.set_xlabel("share of the time in steps")
-        ax.set_title("Who is busy")
+        name, _, share = max(busy, key=lambda worker: worker[2])
+        ax.set_title(f"Busiest: {name}, {share:.0%} of the time")
 
     # --- reactions ---------------------------------------------------------------------------------------------
 

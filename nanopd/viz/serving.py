@@ -1,6 +1,7 @@
 """Serving benchmark as pictures: one curve per strategy over the offered rate, with the SLO where it belongs.
 
-Each function takes a `nanopd.bench.Report`. Unequal hardware is drawn per GPU, and the title says so.
+Each function takes a `nanopd.bench.Report`. The title says who is ahead; unequal hardware is drawn per GPU, and then it
+says so. Legends stand below the axes, where they hide no data.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from nanopd.errors import ConfigError
+from nanopd.viz.serving_titles import attainment_title, latency_title, outcomes_title, throughput_title
 from nanopd.viz.style import ALERT_COLOR, GREY, INK, PALETTE, axes_for, bare_figure, styled, tint
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def draw_throughput(report: Report, *, ax: Axes | None = None) -> Axes:
             highest = max([highest, *x])
         ax.plot([0, highest], [0, highest], color=GREY, linestyle=":", linewidth=1.5, label="all that is offered")
         ax.set_ylabel(f"completed (requests/s{_per_gpu(report)})")
-        _finish(ax, report, "Throughput")
+        _finish(ax, report, throughput_title(report, "Throughput"))
     return ax
 
 
@@ -76,7 +78,7 @@ def draw_latency(report: Report, metric: str = "e2e", *, ax: Axes | None = None)
         if any(getattr(run.summary, metric).count for run in report.results):
             _log_axis(ax)
         ax.set_ylabel(f"{name} ({unit})")
-        _finish(ax, report, name.capitalize())
+        _finish(ax, report, latency_title(report, metric, factor, unit, name.capitalize()))
     return ax
 
 
@@ -132,9 +134,9 @@ def draw_outcomes(report: Report, *, ax: Axes | None = None) -> Axes:
                     bottom += number
         ax.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
         ax.set_ylabel("requests")
-        _finish(ax, report, "Completed and dropped requests", legend=False)
+        _finish(ax, report, outcomes_title(report, "Completed and dropped requests"), from_zero=False, legend=False)
         order = sorted(handles, key=lambda label: not label.startswith("completed"))
-        ax.legend(handles=[handles[label] for label in order], loc="upper left", frameon=True, framealpha=0.9)
+        _legend_below(ax, [handles[label] for label in order])
     return ax
 
 
@@ -160,7 +162,7 @@ def draw_attainment(report: Report, *, target: float = 0.9, ax: Axes | None = No
         ax.annotate(f"{target:.0%}", (1, 100 * target), (4, 0), xycoords=("axes fraction", "data"),
                     textcoords="offset points", va="center", color=ALERT_COLOR)  # fmt: skip
         ax.set_ylabel("offered requests within the SLO (%)")
-        _finish(ax, report, "SLO attainment")
+        _finish(ax, report, attainment_title(report, target, "SLO attainment"))
         ax.set_ylim(-3, 106)
     return ax
 
@@ -252,12 +254,19 @@ def _log_axis(ax: Axes) -> None:
 
 
 def _finish(ax: Axes, report: Report, title: str, *, from_zero: bool = True, legend: bool = True) -> None:
-    note = " (unequal hardware: per GPU)" if report.per_gpu else ""
-    ax.set_title(f"{title}: {report.workload}{note}")
-    ax.set_xlabel(f"offered rate (requests/s{_per_gpu(report) if from_zero else ''})")
-    if from_zero and legend:
+    ax.set_title(title + ("\nunequal hardware: per GPU" if report.per_gpu else ""))
+    ax.set_xlabel(f"offered rate of {report.workload} (requests/s{_per_gpu(report) if from_zero else ''})")
+    if from_zero:
         ax.set_xlim(left=0)
         if ax.get_yscale() == "linear":
             ax.set_ylim(bottom=0)
-    if legend and ax.get_legend_handles_labels()[0]:
-        ax.legend(loc="best", frameon=True, framealpha=0.9, edgecolor="none")
+    handles = ax.get_legend_handles_labels()[0]
+    if legend and handles:
+        _legend_below(ax, handles)
+
+
+def _legend_below(ax: Axes, handles: Sequence[Any]) -> None:
+    """Two entries a row, column by column; with p50 and p99 of each strategy, two rows and a column for each."""
+    columns = len(handles) // 2 if len(handles) > 4 else 2
+    ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=min(3, columns),
+              handlelength=1.6, columnspacing=1.2)  # fmt: skip
