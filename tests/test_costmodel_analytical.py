@@ -93,13 +93,33 @@ def test_without_interference_it_never_disaggregates() -> None:
 @pytest.mark.parametrize(
     ("make", "names"),
     [
-        (lambda: RequestSize(0, 1), "cached_tokens"),
+        (lambda: RequestSize(0, 1), "prompt_tokens .* got 0"),
         (lambda: RequestSize(10, 1, 10), "cached_tokens must be in .* got 10 of 10"),
         (lambda: RequestSize(10, math.nan), "output_tokens .* got nan"),
         (lambda: LoadState(kv_tokens=-1), "kv_tokens .* got -1"),
         (lambda: Estimate({"decode": math.inf}), "'decode' .* got inf"),
+        (lambda: RequestSize(math.inf, 1), "prompt_tokens .* got inf"),  # type: ignore[arg-type]
+        (lambda: RequestSize(10, "5"), "output_tokens .* got '5'"),  # type: ignore[arg-type]
+        (lambda: LoadState(True), "num_decodes .* got True"),
+        (lambda: LoadState(10**400), "num_decodes .* got 1000"),
+        (lambda: Estimate({"decode": None}), "'decode' .* got None"),  # type: ignore[dict-item]
+        (lambda: cost(bandwidth_gb_s=-1.0), "bandwidth_gb_s .* got -1.0"),
+        (lambda: cost(chunk_size=0), "chunk_size .* got 0"),
     ],
-    ids=["empty prompt", "all cached", "output nan", "negative load", "infinite term"],
+    ids=[
+        "empty prompt",
+        "all cached",
+        "output nan",
+        "negative load",
+        "infinite term",
+        "endless prompt",
+        "output text",
+        "load true",
+        "load huge",
+        "no term",
+        "bandwidth",
+        "chunk",
+    ],
 )
 def test_impossible_requests_loads_and_terms_are_refused(make, names: str) -> None:
     with pytest.raises(ConfigError, match=names):

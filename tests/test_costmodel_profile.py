@@ -71,13 +71,24 @@ def test_one_line_per_point() -> None:
         ("kv_bytes_per_token", 1.5, "int >= 1"),
         ("num_blocks", 0, "int >= 1"),
         ("device", "", "non-empty"),
+        ("num_blocks", 10**40, "at most"),
+        ("link", 5, "texts"),
+        ("source", None, "texts"),
+        ("environment", {"gpu": 1}, "texts"),
+        ("step_time", {"whole device": 1}, "step-time models"),
+        ("quality", [1], "table"),
     ],
 )
 def test_values_out_of_range_name_field_value_and_limit(field: str, value: object, limit: str) -> None:
     with pytest.raises(ConfigError) as caught:
         replace(PROFILE, **{field: value})  # type: ignore[arg-type]
     message = str(caught.value)
-    assert field in message and repr(value) in message and limit in message
+    assert field in message and (repr(value) in message or isinstance(value, dict)) and limit in message
+
+
+def test_a_number_that_no_float_holds_is_refused_too() -> None:
+    with pytest.raises(ConfigError, match=r"beta_ms .* got 1000.*\.\.\.$"):
+        replace(PROFILE, beta_ms=10**400)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +100,31 @@ def test_values_out_of_range_name_field_value_and_limit(field: str, value: objec
         (lambda d: d["step_time"].update(x={"base_ms": 1}), "missing or unknown"),
         (lambda d: d["points"][1].pop(), "damaged"),
         (lambda d: d.update(quality={"alpha": {"r2": 1}}), "damaged"),
-        (lambda d: d.update(step_time=[1]), "damaged"),
+        (lambda d: d.update(step_time=[1]), "step_time .* table, got .1"),
+        (lambda d: d["step_time"].update(x=None), "step_time of 'x'.* got None"),
+        (lambda d: d.update(points="x"), "points .* list of rows, got 'x'"),
+        (lambda d: d.update(points=[["kind"]]), "columns must be"),
+        (lambda d: d["points"][1].__setitem__(3, None), "point 1 .* got None"),
+        (lambda d: d["points"][2].__setitem__(4, "5"), "point 2 .*prefill_tokens.* got '5'"),
+        (lambda d: d["points"][1].__setitem__(2, 1), "point 1 .*held_out"),
+        (lambda d: d["quality"]["alpha"].update(median_error=None), "'alpha' .*median_error.* got None"),
     ],
-    ids=["missing", "unknown", "format", "model", "point", "quality", "type"],
+    ids=[
+        "missing",
+        "unknown",
+        "format",
+        "model",
+        "point",
+        "quality",
+        "type",
+        "no-model",
+        "points",
+        "columns",
+        "ms",
+        "feature",
+        "held-out",
+        "error",
+    ],
 )
 def test_a_damaged_file_is_refused(change, names: str, tmp_path: Path) -> None:
     data = json.loads(PROFILE.to_json())
@@ -111,6 +144,13 @@ def test_what_is_no_profile_at_all(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"x\.json"):
         load_profile(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="must be JSON"):
+        load_profile(path)
+    path.write_text(PROFILE.to_json(), encoding="utf-8-sig")
+    assert load_profile(path) == PROFILE
+    with pytest.raises(ConfigError, match="got None"):
+        load_profile(None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"neither a file nor a hardware profile; there are .*h20"):
         load_profile("h2000")
     with pytest.raises(ConfigError, match="no hardware profile is called 'h2000'"):

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,16 +93,37 @@ def test_chunks_cover_a_prompt() -> None:
     assert prefill_steps(100) == [StepFeatures().with_chunk(100)]
 
 
-@pytest.mark.parametrize("values", [{"num_decodes": -1}, {"kv_tokens": math.nan}, {"prefill_pairs": math.inf}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_decodes": -1},
+        {"kv_tokens": math.nan},
+        {"prefill_pairs": math.inf},
+        {"prefill_tokens": "5"},
+        {"num_prefills": None},
+        {"kv_tokens": 10**400},
+    ],
+    ids=lambda values: f"{next(iter(values))}-{str(next(iter(values.values())))[:6]}",
+)
 def test_impossible_counts_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(values))):
         StepFeatures(**values)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("ms", [0.0, -1.0, math.nan])
+@pytest.mark.parametrize("ms", [0.0, -1.0, math.nan, "5", None, True, 10**400], ids=lambda ms: str(ms)[:6])
 def test_impossible_times_are_refused(ms: float) -> None:
-    with pytest.raises(ConfigError, match="positive"):
+    with pytest.raises(ConfigError, match="> 0"):
         StepPoint(StepFeatures(), ms)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [((None,), "num_tokens"), ((-1,), "num_tokens"), ((5, math.nan), "start"), ((5, 0, 0), "chunk_size")],
+    ids=["none", "negative", "start", "chunk"],
+)
+def test_impossible_prompts_are_refused(arguments: tuple[Any, ...], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be an int"):
+        prefill_steps(*arguments)
 
 
 # --- model -------------------------------------------------------------------------------------------------------

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Protocol
 
+from nanopd.costmodel.checks import check_count, check_number
 from nanopd.costmodel.estimate import Estimate
 from nanopd.errors import ConfigError
 
@@ -22,12 +22,13 @@ class RequestSize:
     cached_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.cached_tokens < self.prompt_tokens:
+        check_count("prompt_tokens", self.prompt_tokens, least=1)
+        check_count("cached_tokens", self.cached_tokens)
+        if self.cached_tokens >= self.prompt_tokens:
             raise ConfigError(
                 f"cached_tokens must be in [0, prompt_tokens), got {self.cached_tokens!r} of {self.prompt_tokens!r}"
             )
-        if not (math.isfinite(self.output_tokens) and self.output_tokens >= 0):
-            raise ConfigError(f"output_tokens must be finite and >= 0, got {self.output_tokens!r}")
+        check_number("output_tokens", self.output_tokens)
 
     @property
     def new_tokens(self) -> int:
@@ -50,9 +51,7 @@ class LoadState:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{field.name} of a load must be finite and >= 0, got {value!r}")
+            check_number(f"{field.name} of a load", getattr(self, field.name))
 
 
 class CostModel(Protocol):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from nanopd.costmodel.checks import is_number, shown
 from nanopd.errors import ConfigError
 
 
@@ -21,8 +21,8 @@ class Estimate:
 
     def __post_init__(self) -> None:
         for name, value in self.terms.items():
-            if not math.isfinite(value):
-                raise ConfigError(f"term {name!r} of an estimate must be a finite number of ms, got {value!r}")
+            if not is_number(value):
+                raise ConfigError(f"term {name!r} of an estimate must be a finite number of ms, got {shown(value)}")
         object.__setattr__(self, "terms", MappingProxyType(dict(self.terms)))
 
     @property

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
+from nanopd.costmodel.checks import check_number, shown
 from nanopd.engine.plan import StepPlan
 from nanopd.errors import ConfigError
 
@@ -20,7 +21,7 @@ class StepFeatures:
     * ``num_decodes``: sequences that decode, one token each.
     * ``kv_tokens``: tokens of context that the decodes read, all together.
 
-    Raises ConfigError for a value that is negative or not finite.
+    Raises ConfigError for a value that is negative, not finite or no number.
     """
 
     prefill_tokens: int = 0
@@ -30,10 +31,16 @@ class StepFeatures:
     kv_tokens: float = 0
 
     def __post_init__(self) -> None:
-        total = self.prefill_tokens + self.prefill_pairs + self.num_prefills + self.num_decodes + self.kv_tokens
-        least = min(self.prefill_tokens, self.prefill_pairs, self.num_prefills, self.num_decodes, self.kv_tokens)
-        if least < 0 or not math.isfinite(total):
-            raise ConfigError(f"the counts of a step must be finite and >= 0, got {self}")
+        try:  # the simulator makes one of every step: one sum and one minimum tell, names only if something is wrong
+            total = self.prefill_tokens + self.prefill_pairs + self.num_prefills + self.num_decodes + self.kv_tokens
+            least = min(self.prefill_tokens, self.prefill_pairs, self.num_prefills, self.num_decodes, self.kv_tokens)
+            if least >= 0 and math.isfinite(total):
+                return
+        except (TypeError, OverflowError):
+            pass
+        for field in fields(self):
+            check_number(f"{field.name} of a step", getattr(self, field.name))
+        raise ConfigError(f"the counts of a step must be finite and >= 0, and so must their sum, got {self}")
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepFeatures:
@@ -85,7 +92,7 @@ class StepPoint:
     """One measured step.
 
     ``kind`` says what it was measured for: "prefill", "decode", "mixed" (systematic) or "random". ``held_out`` points
-    are never fitted to.
+    are never fitted to. Raises ConfigError for a time that is not positive and finite, and for fields of another kind.
     """
 
     features: StepFeatures
@@ -95,8 +102,14 @@ class StepPoint:
     held_out: bool = False
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.ms) and self.ms > 0):
-            raise ConfigError(f"a step's time must be a positive number of ms, got {self.ms!r}")
+        if not isinstance(self.features, StepFeatures):
+            raise ConfigError(f"features of a measured step must be StepFeatures, got {shown(self.features)}")
+        check_number("the time of a measured step", self.ms, above=0.0, unit="ms")
+        for name in ("kind", "place"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name} of a measured step must be a text, got {shown(getattr(self, name))}")
+        if not isinstance(self.held_out, bool):
+            raise ConfigError(f"held_out of a measured step must be True or False, got {shown(self.held_out)}")
 
 
 def chunk_pairs(num_tokens: int, start: int = 0) -> float:

@@ -7,7 +7,6 @@ It holds the few numbers of the analytical model, a step-time model for each pla
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -15,7 +14,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from nanopd.costmodel.checks import check_count, check_number, shown
 from nanopd.costmodel.features import StepFeatures, StepPoint
+from nanopd.costmodel.files import write_whole
 from nanopd.costmodel.quality import FitQuality
 from nanopd.costmodel.step_time import StepTimeModel
 from nanopd.errors import ConfigError
@@ -23,6 +24,7 @@ from nanopd.errors import ConfigError
 FORMAT = "nanopd-hardware-profile-1"
 WHOLE = "whole device"  # name of a place
 BUSY = " beside a busy neighbour"  # ends the name of an SM partition measured while the other one was computing
+_MOST = 1 << 40  # of blocks, of tokens in one, of bytes of a token: more is a slip of the pen
 _POINT_COLUMNS = (
     "kind",
     "place",
@@ -62,24 +64,25 @@ class HardwareProfile:
 
     def __post_init__(self) -> None:
         for name in ("device", "model", "dtype"):
-            if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise ConfigError(f"{name} of a hardware profile must be a non-empty text, got {getattr(self, name)!r}")
-        for name, positive in (
-            ("alpha_ms_per_token", True),
-            ("beta_ms", True),
-            ("gamma_ms_per_token", False),
-            ("batch_thresh", True),
-            ("bandwidth_gb_s", True),
-        ):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise ConfigError(f"{name} of a hardware profile must be a non-empty text, got {shown(value)}")
+        for name in ("alpha_ms_per_token", "beta_ms", "batch_thresh", "bandwidth_gb_s"):
             value = getattr(self, name)
             if not (name == "bandwidth_gb_s" and value is None):
-                _check_number(name, value, positive)
+                check_number(f"{name} of a hardware profile", value, above=0.0)
+        check_number("gamma_ms_per_token of a hardware profile", self.gamma_ms_per_token)
         for name in ("kv_bytes_per_token", "num_blocks", "block_size"):
             value = getattr(self, name)
-            if value is None and name != "kv_bytes_per_token":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} of a hardware profile must be an int >= 1, got {value!r}")
+            if not (value is None and name != "kv_bytes_per_token"):
+                check_count(f"{name} of a hardware profile", value, least=1, most=_MOST)
+        if not isinstance(self.source, str) or not (self.link is None or isinstance(self.link, str)):
+            raise ConfigError(
+                f"link and source of a hardware profile must be texts, got {shown(self.link)} and {shown(self.source)}"
+            )
+        _check_table("step_time", self.step_time, StepTimeModel, "step-time models")
+        _check_table("quality", self.quality, FitQuality, "fit qualities")
+        _check_table("environment", self.environment, str, "texts")
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -112,7 +115,7 @@ class HardwareProfile:
         """Raises ConfigError for text that is no profile, and for values out of range."""
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, TypeError, RecursionError) as error:  # TypeError: no text at all
             raise ConfigError(f"a hardware profile must be JSON: {error}") from error
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
             raise ConfigError(f'a hardware profile is a JSON object with "format": "{FORMAT}"')
@@ -123,22 +126,14 @@ class HardwareProfile:
             raise ConfigError(f"the hardware profile lacks {missing}")
         if strange := sorted(set(data) - names):
             raise ConfigError(f"the hardware profile has unknown fields {strange}; known are {sorted(names)}")
-        try:
-            data["step_time"] = {k: StepTimeModel.from_dict(v) for k, v in data.get("step_time", {}).items()}
-            data["quality"] = {k: _quality(v) for k, v in data.get("quality", {}).items()}
-            data["points"] = _points(data.get("points", []))
-        except (TypeError, AttributeError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"the hardware profile is damaged: {error}") from error
+        data["step_time"] = {k: _step_time(k, v) for k, v in _table("step_time", data).items()}
+        data["quality"] = {k: _quality(k, v) for k, v in _table("quality", data).items()}
+        data["points"] = _points(data.get("points", []))
         return cls(**data)
 
     def save(self, path: str | Path) -> Path:
-        """Write the JSON file; its folder is made if need be."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.to_json(), encoding="utf-8")
-        return path
+        """Write the JSON file, whole or not at all; its folder is made if need be."""
+        return write_whole(path, [self.to_json()])
 
 
 # --- presets -----------------------------------------------------------------------------------------------------
@@ -159,6 +154,8 @@ def preset(name: str) -> HardwareProfile:
 
 def load_profile(name_or_path: str | Path) -> HardwareProfile:
     """A preset by name, or a file that ``nanopd profile`` wrote. Raises ConfigError if it is neither."""
+    if not isinstance(name_or_path, str | Path):
+        raise ConfigError(f"a hardware profile is a name or a file, got {shown(name_or_path)}")
     path = Path(name_or_path)
     if str(name_or_path) in preset_names():
         return preset(str(name_or_path))
@@ -167,7 +164,7 @@ def load_profile(name_or_path: str | Path) -> HardwareProfile:
             f"{str(name_or_path)!r} is neither a file nor a hardware profile; there are {', '.join(preset_names())}"
         )
     try:
-        return HardwareProfile.from_json(path.read_text("utf-8"))
+        return HardwareProfile.from_json(path.read_text("utf-8-sig"))  # editors on Windows begin a file with a mark
     except (ConfigError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
@@ -186,15 +183,33 @@ def own_profile(fallback: str = "h200") -> HardwareProfile:
 # --- inside ------------------------------------------------------------------------------------------------------
 
 
-def _check_number(name: str, value: Any, positive: bool) -> None:
-    limit = "> 0" if positive else ">= 0"
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < 0 or (positive and value == 0):
-        raise ConfigError(f"{name} of a hardware profile must be a finite number {limit}, got {value!r}")
+def _check_table(name: str, table: Any, kind: type, kinds: str) -> None:
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{name} of a hardware profile must be a table of {kinds}, got {shown(table)}")
+    for key, value in table.items():
+        if not isinstance(key, str) or not key or not isinstance(value, kind):
+            raise ConfigError(f"{name} of a hardware profile must be a table of {kinds}, got {key!r}: {shown(value)}")
 
 
-def _quality(data: Mapping[str, Any]) -> FitQuality:
-    return FitQuality(**{**data, "warnings": tuple(data.get("warnings", ()))})
+def _table(name: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    table = data.get(name, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{name} of a hardware profile must be a table, got {shown(table)}")
+    return table
+
+
+def _step_time(place: str, data: Any) -> StepTimeModel:
+    try:
+        return StepTimeModel.from_dict(data)
+    except ConfigError as error:
+        raise ConfigError(f"step_time of {place!r}: {error}") from error
+
+
+def _quality(name: str, data: Any) -> FitQuality:
+    try:
+        return FitQuality(**{**data, "warnings": tuple(data.get("warnings", ()))})
+    except (TypeError, AttributeError, ConfigError) as error:
+        raise ConfigError(f"quality of {name!r} in a hardware profile is damaged: {error}") from error
 
 
 def _point_row(point: StepPoint) -> list[Any]:
@@ -202,13 +217,18 @@ def _point_row(point: StepPoint) -> list[Any]:
     return [point.kind, point.place, point.held_out, float(f"{point.ms:.6g}"), *features]
 
 
-def _points(rows: list[list[Any]]) -> tuple[StepPoint, ...]:
+def _points(rows: Any) -> tuple[StepPoint, ...]:
     """The first row names the columns."""
-    if not rows:
-        return ()
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        raise ConfigError(f"points of a hardware profile must be a list of rows, got {shown(rows)}")
+    if rows and (len(rows[0]) != len(_POINT_COLUMNS) or set(map(str, rows[0])) != set(_POINT_COLUMNS)):
+        raise ConfigError(f"the points' columns must be {list(_POINT_COLUMNS)}, got {shown(rows[0])}")
     points = []
-    for row in rows[1:]:
-        values = dict(zip(rows[0], row, strict=True))
-        head = {name: values.pop(name) for name in ("kind", "place", "held_out", "ms")}
-        points.append(StepPoint(StepFeatures(**values), **head))
+    for number, row in enumerate(rows[1:], 1):
+        try:
+            values = dict(zip(rows[0], row, strict=True))
+            head = {name: values.pop(name) for name in ("kind", "place", "held_out", "ms")}
+            points.append(StepPoint(StepFeatures(**values), **head))
+        except ValueError as error:  # also too few or too many of them, and what the classes refuse
+            raise ConfigError(f"point {number} of the hardware profile is damaged: {error}") from error
     return tuple(points)

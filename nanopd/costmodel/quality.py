@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nanopd.costmodel.checks import check_count, check_number, is_number, shown
+from nanopd.errors import ConfigError
+
 GOOD_MEDIAN_ERROR = 0.10  # above it a fit is called poor
 GOOD_R2 = 0.90
 
@@ -17,6 +20,7 @@ class FitQuality:
 
     ``r2`` is the share of the variance explained, 1 − Σ(measured − predicted)² / Σ(measured − mean)², on all points
     together; None if the measured values do not vary. ``warnings``: one sentence per thing that a reader should know.
+    Raises ConfigError for values out of range.
     """
 
     num_points: int
@@ -25,6 +29,16 @@ class FitQuality:
     median_error: float
     p90_error: float
     warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_count("num_points of a fit", self.num_points)
+        check_count("num_held_out of a fit", self.num_held_out)
+        check_number("median_error of a fit", self.median_error)
+        check_number("p90_error of a fit", self.p90_error)
+        if self.r2 is not None and not (is_number(self.r2) and self.r2 <= 1.0):
+            raise ConfigError(f"r2 of a fit must be a finite number <= 1 or None, got {shown(self.r2)}")
+        if not isinstance(self.warnings, tuple) or not all(isinstance(text, str) for text in self.warnings):
+            raise ConfigError(f"warnings of a fit must be a tuple of texts, got {shown(self.warnings)}")
 
     @classmethod
     def of(

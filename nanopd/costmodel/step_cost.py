@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanopd.costmodel.analytical import transfer_ms
+from nanopd.costmodel.checks import check_count, check_number
 from nanopd.costmodel.cost_model import LoadState, RequestSize
 from nanopd.costmodel.estimate import Estimate
 from nanopd.costmodel.features import StepFeatures
@@ -16,7 +17,7 @@ class StepTimeCost:
     """Both paths, each on the step-time model of the place where it runs.
 
     ``chunk_size``: prompt tokens per step; None for whole prompts. ``bandwidth_gb_s``: of the link between prefill and
-    decode; None where both use one pool.
+    decode; None where both use one pool. Raises ConfigError for values out of range.
     """
 
     whole: StepTimeModel
@@ -25,6 +26,13 @@ class StepTimeCost:
     kv_bytes_per_token: int
     bandwidth_gb_s: float | None = None
     chunk_size: int | None = 512
+
+    def __post_init__(self) -> None:
+        check_count("kv_bytes_per_token", self.kv_bytes_per_token)
+        if self.bandwidth_gb_s is not None:
+            check_number("bandwidth_gb_s", self.bandwidth_gb_s, above=0.0, unit="GB/s")
+        if self.chunk_size is not None:
+            check_count("chunk_size", self.chunk_size, least=1)
 
     def collocated(self, request: RequestSize, load: LoadState) -> Estimate:
         """Prompt chunks share their steps with the decodes, which wait for them."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from nanopd.costmodel.checks import is_number, shown
 from nanopd.costmodel.features import StepFeatures, StepPoint
 from nanopd.costmodel.nnls import Array, nnls
 from nanopd.costmodel.quality import FitQuality
@@ -59,8 +60,8 @@ def fit_step_time(
         FitError: fewer than 8 points to fit to.
         ConfigError: ``holdout`` outside of [0, 0.9].
     """
-    if not 0.0 <= holdout <= 0.9:
-        raise ConfigError(f"holdout must be in [0, 0.9], got {holdout!r}")
+    if not (is_number(holdout) and 0.0 <= holdout <= 0.9):
+        raise ConfigError(f"holdout must be in [0, 0.9], got {shown(holdout)}")
     marked = list(points)
     if not any(point.held_out for point in marked):
         chosen = set(random.Random(seed).sample(range(len(marked)), int(holdout * len(marked))))

@@ -17,11 +17,11 @@ Fitted by ``nanopd.costmodel.step_fit``. Plain floats, a few microseconds a step
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from nanopd.costmodel.checks import check_count, check_number, shown
 from nanopd.costmodel.features import StepFeatures
 from nanopd.errors import ConfigError
 
@@ -43,9 +43,7 @@ class StepTimeModel:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise ConfigError(f"{field.name} of a step-time model must be a finite number >= 0, got {value!r}")
+            check_number(f"{field.name} of a step-time model", getattr(self, field.name))
 
     def step_ms(self, features: StepFeatures) -> float:
         """Predicted time of one step in ms, never negative; 0 for a step without tokens, which nobody runs."""
@@ -87,6 +85,8 @@ class StepTimeModel:
     def from_dict(cls, data: Mapping[str, Any]) -> StepTimeModel:
         """Raises ConfigError for a coefficient that is missing, unknown or out of range."""
         names = {field.name for field in fields(cls)}
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"a step-time model is a table of {sorted(names)}, got {shown(data)}")
         if strange := sorted(set(data) ^ names):
             raise ConfigError(f"a step-time model has the coefficients {sorted(names)}; missing or unknown: {strange}")
         return cls(**data)
@@ -106,9 +106,14 @@ TERMS = (
 def prefill_steps(
     num_tokens: int, start: int = 0, chunk_size: int | None = None, beside: StepFeatures | None = None
 ) -> list[StepFeatures]:
-    """The steps that compute ``num_tokens`` prompt tokens behind ``start`` others, one chunk each."""
-    if chunk_size is not None and chunk_size < 1:
-        raise ConfigError(f"chunk_size must be >= 1, got {chunk_size}")
+    """The steps that compute ``num_tokens`` prompt tokens behind ``start`` others, one chunk each.
+
+    Raises ConfigError for counts below 0, a chunk size below 1, and what is no int.
+    """
+    check_count("num_tokens", num_tokens)
+    check_count("start", start)
+    if chunk_size is not None:
+        check_count("chunk_size", chunk_size, least=1)
     beside = beside or StepFeatures()
     steps, end = [], start + num_tokens
     while start < end:
