@@ -25,7 +25,6 @@ from nanopd.sim.cluster import SimulatedCluster
 from nanopd.sim.load import run_virtual
 
 HOST_S = 0.001  # seconds per step, see above
-DRAIN_S = 2.0  # of the measured runs
 METRICS = ("ttft", "tpot", "e2e")
 SHARES = ("p50", "p90")
 
@@ -47,7 +46,7 @@ def simulate(strategy: str, rate: float, record: Mapping[str, Any], profile: Har
     else:
         raise ConfigError(f"no strategy {strategy!r} to compare; there are chunked and partitions")
     schedule = poisson(LIGHT, rate, duration_s, SEED)
-    records = run_virtual(cluster.driver(policy), schedule, options=LoadOptions(drain_s=DRAIN_S))
+    records = run_virtual(cluster.driver(policy), schedule, options=LoadOptions(drain_s=record["drain_s"]))
     return summarize(records, OBJECTIVES, offered=len(schedule), duration_s=duration_s)
 
 
@@ -59,11 +58,12 @@ def compare_with_record(
     for strategy in ("chunked", "partitions"):
         for rate, by_strategy in record["runs"]["light"].items():
             simulated = simulate(strategy, float(rate), record, profile, host_s)
-            runs.setdefault(strategy, {})[rate] = _differences(by_strategy[strategy], simulated)
+            runs.setdefault(strategy, {})[rate] = differences(by_strategy[strategy], simulated)
     return runs
 
 
-def _differences(measured: Mapping[str, Any], simulated: Summary) -> dict[str, float]:
+def differences(measured: Mapping[str, Any], simulated: Summary) -> dict[str, float]:
+    """``{metric}_{share}_{measured_ms | simulated_ms | error}`` of a run: a summary's JSON against a simulated one."""
     row: dict[str, float] = {}
     for metric in METRICS:
         found: Percentiles = getattr(simulated, metric)
