@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import matplotlib
 
 matplotlib.use("Agg")
@@ -167,6 +169,17 @@ def test_titles_say_who_is_ahead_and_by_which_number(report: Report) -> None:
     assert title(draw_latency(report, "tpot", ax=canvas())) == "TPOT p99 at 10/s: all alike (10 ms)"
     share = last["collocated"].counters.num_dropped / last["collocated"].offered
     assert title(draw_outcomes(report, ax=canvas())) == f"Most dropped at 20/s: collocated ({share:.0%})"
+
+
+def test_a_goodput_that_no_rate_bounds_is_a_lower_bound() -> None:
+    report = make(rates=(2.0,))
+    goodput = {
+        name: find_goodput(lambda rate: None, low=1.0, high=2.0, known=[Probe(1.0, 10, 10), Probe(2.0, 10, 10)])
+        for name in SERVICE
+    }
+    ax = draw_attainment(replace(report, goodput=goodput), ax=canvas())
+    assert title(ax) == "Highest goodput: all alike (≥ 2/s)"
+    assert "adaptive: goodput ≥ 2/s" in lines(ax)
 
 
 def test_titles_claim_nothing_where_nothing_can_be_compared() -> None:

@@ -153,7 +153,8 @@ def draw_attainment(report: Report, *, target: float = 0.9, ax: Axes | None = No
             probes = {probe.rate / gpus: probe.attainment for probe in found.probes} if found else {}
             marked = {_rate(report, run): run.summary.attainment for run in runs}
             line = dict(sorted({**probes, **marked}.items()))
-            label = f"{name}: goodput {found.rate / gpus:.3g}/s" if found else name
+            least = "≥ " if found and found.upper is None else ""  # no rate that was tried was too high
+            label = f"{name}: goodput {least}{found.rate / gpus:.3g}/s" if found else name
             ax.plot(list(line), [100 * y for y in line.values()], color=color, marker=".", label=label)
             ax.plot(list(marked), [100 * y for y in marked.values()], color=color, marker=marker, linestyle="none")
             if found and found.rate:

@@ -28,12 +28,14 @@ def throughput_title(report: Report, plain: str) -> str:
 
 def attainment_title(report: Report, target: float, plain: str) -> str:
     """Whose goodput is highest, if it was searched for all."""
-    values = {name: found.rate or 0.0 for name, found in report.goodput.items()}
+    values = {name: found.rate for name, found in report.goodput.items()}
     if not _comparable(report) or set(values) != set(report.strategies):
         return plain
     if not any(values.values()):
         return f"Nobody serves {target:.0%} within the SLO"
-    return f"Highest goodput: {_ahead(values)} ({max(values.values()):.3g}/s)"
+    best = max(values.values())
+    bounded = all(found.upper is not None for name, found in report.goodput.items() if values[name] == best)
+    return f"Highest goodput: {_ahead(values)} ({'' if bounded else '≥ '}{best:.3g}/s)"  # ≥: no rate was too high
 
 
 def latency_title(report: Report, metric: str, factor: float, unit: str, plain: str) -> str:

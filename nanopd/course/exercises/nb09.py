@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from nanopd.course.exercise import Exercise, Mistake, Wrong, describe, expect_close, expect_equal
@@ -60,7 +61,7 @@ def _test_felt_latencies(answer: Any, rng: random.Random) -> None:
         got = answer(list(due), list(service))
         where = f"due {[round(d, 2) for d in due]}, service {[round(s, 2) for s in service]}"
         if not isinstance(got, list | tuple) or len(got) != len(want):
-            raise Wrong(f"{where}: expected {len(want)} latencies, got {describe(got)}")
+            raise Wrong(f"{where}: expected a list of {len(want)} latencies, got {describe(got)}")
         for index, (mine, right) in enumerate(zip(got, want, strict=True)):
             expect_close(mine, right, f"{where}: request {index}", atol=1e-9, rtol=1e-9)
 
@@ -157,12 +158,19 @@ def _only_timeouts_are_drops(requests: list, ttft_limit_s: float, tpot_limit_s: 
     return completed, {k: v for k, v in dropped.items() if k == "timed out"}, attainment
 
 
+def _drops_without_their_reasons(requests: list, ttft_limit_s: float, tpot_limit_s: float) -> tuple:
+    completed, dropped, attainment = tally_solution(requests, ttft_limit_s, tpot_limit_s)
+    return completed, sum(dropped.values()), attainment
+
+
 def _test_tally(answer: Any, rng: random.Random) -> None:
     def expect(what: str, requests: list[Ended], ttft: float = 1.0, tpot: float = 0.1) -> None:
         got, want = answer(list(requests), ttft, tpot), tally_solution(requests, ttft, tpot)
         if not isinstance(got, tuple | list) or len(got) != 3:
             raise Wrong(f"{what}: expected (completed, dropped, attainment), got {describe(got)}")
         expect_equal(got[0], want[0], f"{what}: completed")
+        if not isinstance(got[1], Mapping):
+            raise Wrong(f"{what}: dropped: expected a dict, here {want[1]}, got {describe(got[1])}")
         expect_equal(dict(got[1]), want[1], f"{what}: dropped")
         expect_close(got[2], want[2], f"{what}: attainment", atol=1e-9)
 
@@ -203,6 +211,7 @@ tally = Exercise(
         Mistake(_counts_drops_that_had_begun, says="a timeout after a quick first token"),
         Mistake(_limits_excluded, says="exactly at both limits"),
         Mistake(_only_timeouts_are_drops, says="one of two refused: dropped"),
+        Mistake(_drops_without_their_reasons, says="dropped: expected a dict"),
     ),
 )
 

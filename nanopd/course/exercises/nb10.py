@@ -74,6 +74,14 @@ def _takes_the_first_of_the_list(heap: list[list]) -> tuple[float, str] | None:
     return None
 
 
+def _returns_the_whole_entry(heap: list[list]) -> Any:
+    while heap:
+        event = heapq.heappop(heap)
+        if event[2] is not None:
+            return event
+    return None
+
+
 def _test_next_event(answer: Any, rng: random.Random) -> None:
     def expect(title: str, events: list[list]) -> None:
         mine, right = [list(event) for event in events], [list(event) for event in events]
@@ -82,6 +90,8 @@ def _test_next_event(answer: Any, rng: random.Random) -> None:
         for taken in range(len(events) + 1):
             got, want = answer(mine), next_event_solution(right)
             got = tuple(got) if isinstance(got, list) else got
+            if isinstance(got, tuple) and len(got) != 2:
+                raise Wrong(f"{title}, call {taken + 1}: expected two items, (time, what), got {describe(got)}")
             expect_equal(got, want, f"{title}, call {taken + 1}")
 
     expect("an empty heap", [])
@@ -115,6 +125,7 @@ next_event = Exercise(
         Mistake(_gives_up_at_what_was_called_off, says="the next one was called off, call 1"),
         Mistake(_latest_first_among_equals, says="two at the same time, call 1"),
         Mistake(_takes_the_first_of_the_list, says="random events"),
+        Mistake(_returns_the_whole_entry, says="three events, call 1: expected two items"),
     ),
 )
 
@@ -169,7 +180,7 @@ def _own_service_instead_of_the_last(gaps_s: list[float], service_s: list[float]
 
 def _expect_all(got: Any, want: list[float], where: str) -> None:
     if not isinstance(got, list | tuple) or len(got) != len(want):
-        raise Wrong(f"{where}: expected {len(want)} numbers, got {describe(got)}")
+        raise Wrong(f"{where}: expected a list of {len(want)} numbers, got {describe(got)}")
     for index, (mine, right) in enumerate(zip(got, want, strict=True)):
         expect_close(mine, right, f"{where}: number {index}", atol=1e-9, rtol=1e-9)
 
