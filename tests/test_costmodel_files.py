@@ -67,7 +67,7 @@ def test_what_cannot_be_written_is_known_beforehand(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "new") == []
     (tmp_path / "file").write_text("kept")
     for path in (tmp_path / "file" / "r.json", tmp_path / ("n" * 300)):
-        with pytest.raises(ConfigError, match="--out .* cannot be written"):
+        with pytest.raises(ConfigError, match=r"--out .* cannot be written"):
             check_writable("--out", path)
     check_writable("--out", tmp_path / "file")
     assert (tmp_path / "file").read_text() == "kept"

@@ -90,11 +90,16 @@ def test_each_name_makes_the_policy_of_that_name(name: str) -> None:
         ("threshold", {"max_local_prefill_length": -1}, "max_local_prefill_length.*-1"),
         ("threshold", {"max_prefill_queue_size": 0}, "max_prefill_queue_size.*0"),
         ("collocated", {"share": 1}, "has no option share; it has none"),
-        ("threshold", {"max_local_prefill_length": "many"}, "cannot be made of .*many"),
+        ("threshold", {"max_local_prefill_length": "many"}, "max_local_prefill_length.*'many'"),
         ("threshold", {"max_local_prefill_length": float("nan")}, "max_local_prefill_length.*nan"),
         ("slo", {"models": 5, "ttft_ms": 5.0, "tpot_ms": 5.0}, "cannot be made of .*5"),
         ("seed-rule", {"profile": 5}, "profile must be.*5"),
         ("seed-estimate", {"profile": "h20", "default_output": float("nan")}, "default_output.*nan"),
+        ("adaptive", {}, "no policy is called 'adaptive'.*slo.*made in Python"),
+        ("round-robin", {"share": True}, "share.*True"),
+        ("threshold", {"max_prefill_queue_size": True}, "max_prefill_queue_size.*True"),
+        ("slo", {"models": MODELS, "ttft_ms": 10**400, "tpot_ms": 5.0}, "cannot be made of .*ttft_ms=1000"),
+        ("slo", {"models": "1", "ttft_ms": 5.0, "tpot_ms": 5.0}, "cannot be made of .*models='1'"),
     ],
     ids=[
         "name",
@@ -111,11 +116,24 @@ def test_each_name_makes_the_policy_of_that_name(name: str) -> None:
         "int",
         "no-profile",
         "no-output",
+        "adaptive",
+        "share-true",
+        "queue-true",
+        "huge",
+        "no-models",
     ],
 )
 def test_wrong_names_and_options_list_the_right_ones(name: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make_policy(name, **options)
+
+
+@pytest.mark.parametrize("predicted", [float("nan"), -1.0, "5"], ids=["nan", "negative", "text"])
+@pytest.mark.parametrize("name", ["seed-rule", "seed-estimate", "slo"])
+def test_a_prediction_that_is_none_is_refused(name: str, predicted: Any) -> None:
+    options = {"models": MODELS, "ttft_ms": 500.0, "tpot_ms": 50.0} if name == "slo" else {"profile": "h20"}
+    with pytest.raises(ConfigError, match=f"predicted output .* got {predicted!r}"):
+        make_policy(name, **options).decide(request(100), snapshot(*trio()), predicted)
 
 
 # --- round robin -----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -368,12 +369,45 @@ def test_no_history_breaks_it(history: list[tuple[int, int, bool]]) -> None:
         (lambda: OutputLengthPredictor(forgetting=1.5), "forgetting"),
         (lambda: OutputLengthPredictor(forgetting=0), "forgetting"),
         (lambda: OutputLengthPredictor(prior=NormalInverseGamma(1, 0, 1, 1)), "kappa"),
-        (lambda: OutputLengthPredictor().distribution(0, 5), "at least 1 token"),
+        (lambda: OutputLengthPredictor().distribution(0, 5), "prompt_tokens .* got 0"),
         (lambda: OutputLengthPredictor().distribution(5, -1), "max_tokens"),
         (lambda: OutputLengthPredictor().distribution(5, 9).interval(1.0), r"\(0, 1\)"),
+        (lambda: OutputLengthPredictor().distribution(5, 9).interval(0), r"coverage .* got 0"),
+        (lambda: OutputLengthPredictor(prior_strength=math.inf), "prior_strength .* got inf"),
+        (lambda: OutputLengthPredictor(prior=NormalInverseGamma(math.nan, 1, 1, 1)), "mean of the prior .* got nan"),
+        (lambda: OutputLengthPredictor(prior=None), "prior must be .* got None"),  # type: ignore[arg-type]
+        (lambda: OutputLengthPredictor().distribution(5, math.inf), "max_tokens .* got inf"),  # type: ignore[arg-type]
+        (lambda: OutputLengthPredictor().distribution("5", 5), "prompt_tokens .* got '5'"),  # type: ignore[arg-type]
     ],
-    ids=["strength", "forgetting-high", "forgetting-zero", "prior", "prompt", "max_tokens", "interval"],
+    ids=[
+        "strength",
+        "forgetting-high",
+        "forgetting-zero",
+        "prior",
+        "prompt",
+        "max_tokens",
+        "interval",
+        "coverage",
+        "strength-inf",
+        "prior-nan",
+        "no-prior",
+        "endless",
+        "text",
+    ],
 )
 def test_bad_input_is_named(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+@pytest.mark.parametrize("cut", [True, False], ids=["cut", "whole"])
+@pytest.mark.parametrize("tokens", [math.nan, math.inf, -1, "5", True], ids=str)
+def test_a_length_that_is_none_teaches_nothing(tokens: Any, cut: bool) -> None:
+    predictor = OutputLengthPredictor()
+    with pytest.raises(ConfigError, match=f"output_tokens .* got {tokens!r}"):
+        predictor.learn(5, tokens, cut=cut)
+    assert predictor.buckets() == []
+
+
+def test_a_limit_beyond_all_floats_is_no_limit() -> None:
+    assert OutputLengthPredictor().distribution(5, 10**400).quantile(0.9) < 10_000

@@ -5,8 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from nanopd.costmodel.checks import check_count, check_number
 from nanopd.costmodel.estimate import Estimate
-from nanopd.costmodel.hardware_profile import HardwareProfile, load_profile
+from nanopd.costmodel.hardware_profile import WHOLE, HardwareProfile, load_profile
 from nanopd.engine.request import Request
 from nanopd.router.decision import Path, Policy
 from nanopd.router.policies import make_policy
@@ -34,6 +35,13 @@ def explain(
 ) -> None:
     """Print both estimates term by term, and the decision. Raises ConfigError for what does not exist."""
     hardware = load_profile(profile)
+    check_number("ttft_ms", ttft_ms, above=0.0, unit="ms")  # whatever the policy: nobody gives a limit for nothing
+    check_number("tpot_ms", tpot_ms, above=0.0, unit="ms")
+    if chunk_size is not None:
+        check_count("chunk_size", chunk_size, least=1)
+    for place in (prefill_place, decode_place):
+        if place != WHOLE:
+            hardware.step_model(place)  # raises if the profile has none
     snapshot = Situation(hardware, context, waiting_tokens, prefill_place, decode_place).at_load(load)
     request = imagined_request(prompt_tokens, output_tokens)
     made = build_policy(policy, hardware, ttft_ms=ttft_ms, tpot_ms=tpot_ms, chunk_size=chunk_size)

@@ -6,14 +6,15 @@ A bool is no number here, and an int that no float can hold is as bad as an infi
 from __future__ import annotations
 
 import math
+from numbers import Integral, Real
 from typing import Any, TypeGuard
 
 from nanopd.errors import ConfigError
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """An int or float that is finite as a float, and no bool."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    """An int or float, also NumPy's, that is finite as a float, and no bool."""
+    if isinstance(value, bool) or not isinstance(value, Real):
         return False
     try:
         return math.isfinite(value)
@@ -30,10 +31,9 @@ def check_number(name: str, value: Any, *, least: float = 0.0, above: float | No
 
 def check_count(name: str, value: Any, *, least: int = 0, most: int | None = None) -> None:
     """Raise ConfigError, naming value and limit, unless ``value`` is an int in [``least``, ``most``] and no bool."""
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if not is_int or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise ConfigError(f"{name} must be an int >= {least}, got {shown(value)}")
-    if most is not None and value > most:
+    if most is not None and int(value) > most:
         raise ConfigError(f"{name} must be at most {most:,}, got {shown(value)}")
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
+from nanopd.costmodel.checks import shown
 from nanopd.costmodel.estimate import Estimate
 from nanopd.engine.request import Request
-from nanopd.errors import NoWorkerError
+from nanopd.errors import ConfigError, NoWorkerError
 from nanopd.router.decision import Decision, Path
 from nanopd.router.snapshot import Snapshot, WorkerSnapshot
 from nanopd.workers.worker import Role
@@ -60,7 +63,12 @@ def system_load(snapshot: Snapshot) -> float:
 
 
 def expected_output(request: Request, predicted: float | None, default: float) -> float:
-    """Output tokens to reckon with: the prediction, or ``default``; never more than may still come."""
+    """Output tokens to reckon with: the prediction, or ``default``; never more than may still come.
+
+    Raises ConfigError for a prediction that is no number of at least 0.
+    """
+    if predicted is not None and (not isinstance(predicted, Real) or not predicted >= 0):
+        raise ConfigError(f"a predicted output must be a number of tokens >= 0, got {shown(predicted)}")
     most = max(request.params.max_tokens - request.num_output_tokens, 1)
     return min(max(default if predicted is None else predicted, 1.0), float(most))
 

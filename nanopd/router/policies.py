@@ -13,8 +13,9 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+from nanopd.costmodel.checks import check_count, is_number, shown
 from nanopd.engine.request import Request
-from nanopd.errors import ConfigError
+from nanopd.errors import ConfigError, NanoPDError
 from nanopd.router.decision import Decision, Path, Policy
 from nanopd.router.paths import prefill_queue, take
 from nanopd.router.snapshot import Snapshot
@@ -54,8 +55,8 @@ class RoundRobin:
     name = "round-robin"
 
     def __init__(self, share: float = 0.5) -> None:
-        if not 0.0 <= share <= 1.0:
-            raise ConfigError(f"share must be in [0, 1], got {share!r}")
+        if not (is_number(share) and 0.0 <= share <= 1.0):
+            raise ConfigError(f"share must be in [0, 1], got {shown(share)}")
         self.share = share
 
     def decide(self, request: Request, snapshot: Snapshot, predicted_output: float | None = None) -> Decision:
@@ -80,10 +81,8 @@ class PrefillLengthThreshold:
     name = "threshold"
 
     def __init__(self, max_local_prefill_length: int = 512, max_prefill_queue_size: int = 4) -> None:
-        if not max_local_prefill_length >= 0:
-            raise ConfigError(f"max_local_prefill_length must be at least 0, got {max_local_prefill_length!r}")
-        if not max_prefill_queue_size >= 1:
-            raise ConfigError(f"max_prefill_queue_size must be at least 1, got {max_prefill_queue_size!r}")
+        check_count("max_local_prefill_length", max_local_prefill_length)
+        check_count("max_prefill_queue_size", max_prefill_queue_size, least=1)
         self.max_local_prefill_length = max_local_prefill_length
         self.max_prefill_queue_size = max_prefill_queue_size
 
@@ -136,7 +135,8 @@ POLICY_NAMES = tuple(_HOME)
 def policy_class(name: str) -> Callable[..., Policy]:
     """The class behind a name. Raises ConfigError that lists the names."""
     if not isinstance(name, str) or name not in _HOME:
-        raise ConfigError(f"no policy is called {name!r}; there are {', '.join(POLICY_NAMES)}")
+        hint = "; `nanopd.router.adaptive.Adaptive` needs elastic workers, and is made in Python" * (name == "adaptive")
+        raise ConfigError(f"no policy is called {shown(name)}; there are {', '.join(POLICY_NAMES)}{hint}")
     module, attribute = _HOME[name]
     found: Callable[..., Policy] = getattr(importlib.import_module(f"nanopd.router.{module}"), attribute)
     return found
@@ -159,6 +159,8 @@ def make_policy(name: str, **options: Any) -> Policy:
         raise ConfigError(f"policy {name!r} needs {', '.join(required)}; its options are {', '.join(parameters)}")
     try:
         return made(**options)
-    except TypeError as error:  # a text where a number must stand
-        given = ", ".join(f"{key}={value!r:.40}" for key, value in options.items())
+    except NanoPDError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:  # a text where a number must stand, an int of 400 digits
+        given = ", ".join(f"{key}={shown(value):.40}" for key, value in options.items())
         raise ConfigError(f"policy {name!r} cannot be made of {given}: {error}") from error

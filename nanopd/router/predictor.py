@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
+from nanopd.costmodel.checks import check_count, check_number, is_number, shown
 from nanopd.engine.request import FinishReason, Request
 from nanopd.errors import ConfigError
 from nanopd.router.conjugate import Moments, NormalInverseGamma
@@ -30,6 +31,7 @@ from nanopd.router.student_t import t_pdf, t_quantile
 _STANDARD = NormalDist()
 _NOTHING = Moments()
 _VAGUE = NormalInverseGamma(mean=math.log(128), kappa=0.5, shape=1.0, rate=1.0)  # 128 tokens, give or take a factor e
+_ENDLESS = 1 << 53  # tokens: no limit, and floats still hold it
 _CUTS_PER_OCTAVE = 8  # thresholds are rounded to 2^(1/8), so that a bucket holds few of them
 
 
@@ -65,6 +67,8 @@ class LengthPrediction:
 
     def interval(self, coverage: float) -> tuple[float, float]:
         """The central interval that holds a share ``coverage`` of lengths. Raises ConfigError unless in (0, 1)."""
+        if not (is_number(coverage) and 0.0 < coverage < 1.0):
+            raise ConfigError(f"coverage must be in (0, 1), got {shown(coverage)}")
         tail = (1 - coverage) / 2
         return self.quantile(tail), self.quantile(1 - tail)
 
@@ -119,12 +123,14 @@ class OutputLengthPredictor:
         forgetting: float = 1.0,
         prior: NormalInverseGamma = _VAGUE,
     ) -> None:
-        if not prior_strength > 0.0:
-            raise ConfigError(f"prior_strength must be positive, got {prior_strength!r}")
-        if not 0.0 < forgetting <= 1.0:
-            raise ConfigError(f"forgetting must be in (0, 1], got {forgetting!r}")
-        if not min(prior.kappa, prior.shape, prior.rate) > 0.0:
-            raise ConfigError(f"kappa, shape and rate of the prior must be positive, got {prior}")
+        check_number("prior_strength", prior_strength, above=0.0)
+        if not (is_number(forgetting) and 0.0 < forgetting <= 1.0):
+            raise ConfigError(f"forgetting must be in (0, 1], got {shown(forgetting)}")
+        if not isinstance(prior, NormalInverseGamma):
+            raise ConfigError(f"prior must be a NormalInverseGamma, got {shown(prior)}")
+        check_number("mean of the prior", prior.mean, least=-math.inf)
+        for name in ("kappa", "shape", "rate"):
+            check_number(f"{name} of the prior", getattr(prior, name), above=0.0)
         self.prior_strength = prior_strength
         self.forgetting = forgetting
         self.prior = prior
@@ -143,8 +149,12 @@ class OutputLengthPredictor:
         self.learn(request.num_prompt_tokens, request.num_output_tokens, cut=cut)
 
     def learn(self, prompt_tokens: int, output_tokens: int, *, cut: bool = False) -> None:
-        """One output of ``output_tokens``; with ``cut`` it would have been longer. No output says nothing."""
-        if output_tokens < 1:
+        """One output of ``output_tokens``; with ``cut`` it would have been longer. No output says nothing.
+
+        Raises ConfigError for counts that are no ints, or below 0; then nothing was learned.
+        """
+        check_count("output_tokens", output_tokens)
+        if output_tokens == 0:
             return
         bucket = self._buckets.setdefault(bucket_of(prompt_tokens), _Bucket())
         if self.forgetting < 1.0:
@@ -165,9 +175,9 @@ class OutputLengthPredictor:
         return self.distribution(request.num_prompt_tokens, request.params.max_tokens).mean
 
     def distribution(self, prompt_tokens: int, max_tokens: int) -> LengthPrediction:
-        """The posterior predictive for a prompt of this length. Raises ConfigError if ``max_tokens`` is negative."""
-        if max_tokens < 0:
-            raise ConfigError(f"max_tokens must be at least 0, got {max_tokens}")
+        """The posterior predictive for a prompt of this length. Raises ConfigError for counts out of range."""
+        check_count("max_tokens", max_tokens)
+        max_tokens = min(max_tokens, _ENDLESS)
         posterior = self._posterior(self._buckets.get(bucket_of(prompt_tokens), _Bucket()))
         return LengthPrediction(posterior.mean, posterior.predictive_scale, 2 * posterior.shape, max_tokens)
 
@@ -206,9 +216,8 @@ class OutputLengthPredictor:
 
 def bucket_of(prompt_tokens: int) -> int:
     """Index of the bucket [2^i, 2^(i+1)). Raises ConfigError for an empty prompt."""
-    if prompt_tokens < 1:
-        raise ConfigError(f"a prompt has at least 1 token, got {prompt_tokens}")
-    return prompt_tokens.bit_length() - 1
+    check_count("prompt_tokens", prompt_tokens, least=1)
+    return int(prompt_tokens).bit_length() - 1
 
 
 def bucket_span(index: int) -> tuple[int, int]:

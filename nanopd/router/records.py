@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from nanopd.costmodel.checks import is_number, shown
 from nanopd.engine.plan import StepPlan
 from nanopd.engine.request import Request
 from nanopd.errors import ConfigError
@@ -46,9 +48,8 @@ class CentralConfig:
                 raise ConfigError(f"{name} must be an int >= {limit}, got {value!r}")
         if not isinstance(self.stream_layers, bool):
             raise ConfigError(f"stream_layers must be True or False, got {self.stream_layers!r}")
-        number = isinstance(self.lease_s, (int, float)) and not isinstance(self.lease_s, bool)
-        if not number or not self.lease_s > 0:
-            raise ConfigError(f"lease_s must be a number of seconds > 0, got {self.lease_s!r}")
+        if not (is_number(self.lease_s) or self.lease_s == math.inf) or not self.lease_s > 0:
+            raise ConfigError(f"lease_s must be a number of seconds > 0, got {shown(self.lease_s)}")
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nanopd.costmodel.analytical import AnalyticalModel
+from nanopd.costmodel.checks import check_number
 from nanopd.costmodel.cost_model import LoadState, RequestSize
 from nanopd.costmodel.estimate import Estimate
 from nanopd.costmodel.hardware_profile import HardwareProfile, load_profile
@@ -27,8 +28,7 @@ class _Seed:
         found = load_profile(profile) if isinstance(profile, str) else profile
         if not isinstance(found, HardwareProfile):
             raise ConfigError(f"profile must be a hardware profile or the name of one, got {profile!r:.80}")
-        if not default_output > 0:
-            raise ConfigError(f"default_output must be above 0 tokens, got {default_output!r}")
+        check_number("default_output", default_output, above=0.0, unit="tokens")
         self.model = AnalyticalModel(found)
         self.default_output = default_output
 

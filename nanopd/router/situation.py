@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nanopd.costmodel.checks import check_count, check_number, shown
 from nanopd.costmodel.hardware_profile import WHOLE, HardwareProfile
 from nanopd.engine.request import Request
 from nanopd.engine.sampling_params import SamplingParams
@@ -24,7 +25,7 @@ class Situation:
     * ``prefill_place``, ``decode_place``: keys of step-time models, such as "sm=84"; the collocated worker has the
       whole device.
 
-    Raises ConfigError, naming field and value, for a negative number.
+    Raises ConfigError, naming field and value, for what is no int, negative, or beyond 2^24.
     """
 
     profile: HardwareProfile
@@ -36,13 +37,11 @@ class Situation:
 
     def __post_init__(self) -> None:
         for name, least in (("context", 0), ("waiting_tokens", 0), ("max_num_seqs", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)!r}")
+            check_count(name, getattr(self, name), least=least, most=_LONGEST)
 
     def at_load(self, load: int) -> Snapshot:
         """``load`` requests decode on the collocated worker, and as many on the decode worker."""
-        if load < 0:
-            raise ConfigError(f"load must be at least 0 requests, got {load!r}")
+        check_count("load", load, most=_LONGEST)
         return Snapshot(
             now=0.0,
             workers=(
@@ -81,8 +80,8 @@ class Situation:
 def imagined_request(prompt_tokens: int, output_tokens: float) -> Request:
     """A request of this size. Raises ConfigError for an empty prompt or output, or one beyond ``_LONGEST``."""
     for name, value in (("prompt_tokens", prompt_tokens), ("output_tokens", output_tokens)):
-        if not value >= 1:
-            raise ConfigError(f"{name} must be at least 1, got {value!r}")
+        check_number(name, value, least=1.0, unit="tokens")
         if value > _LONGEST:
-            raise ConfigError(f"{name} must be at most {_LONGEST:,}, got {value!r}")
+            raise ConfigError(f"{name} must be at most {_LONGEST:,}, got {shown(value)}")
+    check_count("prompt_tokens", prompt_tokens)
     return Request("request", [0] * prompt_tokens, SamplingParams(max_tokens=max(1, round(output_tokens))))

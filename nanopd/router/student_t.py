@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from statistics import NormalDist
 
+from nanopd.costmodel.checks import is_number, shown
 from nanopd.errors import ConfigError
 
 _NORMAL = NormalDist()
@@ -35,8 +36,8 @@ def t_quantile(p: float, dof: float) -> float:
     Starts at Cornish and Fisher's expansion around the normal quantile (Abramowitz & Stegun 26.7.5) and refines by
     Newton steps that a bracket keeps from running away. Raises ConfigError unless 0 < p < 1 and dof > 0.
     """
-    if not 0.0 < p < 1.0:
-        raise ConfigError(f"a quantile's probability must be in (0, 1), got {p!r}")
+    if not (is_number(p) and 0.0 < p < 1.0):
+        raise ConfigError(f"a quantile's probability must be in (0, 1), got {shown(p)}")
     if not dof > 0.0:
         raise ConfigError(f"degrees of freedom must be positive, got {dof!r}")
     if p < 0.5:
