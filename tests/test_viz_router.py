@@ -145,6 +145,16 @@ def test_step_time_models_bring_the_slo_policy() -> None:
     assert explorer.policy.value == "seed-rule" and not explorer.bandwidth.disabled
 
 
+def test_the_explorer_draws_a_small_machine_too() -> None:
+    """A profile knows its pool; the map goes far beyond it."""
+    tiny = replace(preset("rtx-4090"), step_time=MODELS, num_blocks=8, block_size=16)
+    explorer = RouteExplorer({"tiny": tiny}, prefill_place="half", decode_place="half")
+    for policy in explorer.policy.options:
+        explorer.policy.value = policy
+        assert explorer.decision.path in Path
+    assert explorer.profile.num_blocks == 8
+
+
 # --- the predictor ---------------------------------------------------------------------------------------------
 
 
@@ -172,7 +182,7 @@ def test_the_posterior_picture_shows_each_bucket_and_the_empty_ones_between() ->
     labels = [text.get_text() for text in ax.get_xticklabels()]
     assert labels[0].startswith("16\n") and labels[1] == "32\n0" and labels[3].startswith("128\n")
     assert re.search(r"has (1[89]|2\d) to 1[3-6]\d tokens", ax.get_title(loc="left"))
-    assert "outputs seen" in legend(ax)
+    assert {"outputs seen", "50% of outputs", "80% of outputs", "95% of outputs"} <= set(legend(ax))
 
 
 def test_the_coverage_picture_draws_what_was_counted() -> None:

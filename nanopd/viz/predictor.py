@@ -42,7 +42,8 @@ def draw_posterior(
             color = BLUE if bucket in known else GREY
             for level, depth in zip(reversed(LEVELS), (0.2, 0.4, 0.7)):
                 low, high = prediction.interval(level)
-                bar = ax.bar(x, high - low, 0.7, bottom=low, color=tint(color, depth))
+                label = f"{level:.0%} of outputs" if x == 0 else None  # the first bucket has always seen something
+                bar = ax.bar(x, high - low, 0.7, bottom=low, color=tint(color, depth), label=label)
                 bar[0].set_gid(f"{level:.0%} of bucket {bucket}")
             ax.plot([x - 0.35, x + 0.35], [prediction.median] * 2, color=INK, linewidth=2)
         _points(ax, every, lengths)
@@ -52,7 +53,7 @@ def draw_posterior(
         ax.set_xticks(range(len(every)), [f"{_short(bucket_span(b)[0])}\n{n:.0f}" for b, n in zip(every, counts)])
         ax.set_xlabel("prompt length from ... tokens to twice as many; below: outputs seen")
         ax.set_ylabel("output length (tokens)")
-        ax.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=5, fontsize=9)
         ax.set_title(
             title or _posterior_finding([predictor.distribution(bucket_span(b)[0], UNLIMITED).median for b in known])
         )

@@ -100,8 +100,8 @@ class RouteExplorer(LiveFigure):
 
     @property
     def situation(self) -> Situation:
-        """One worker of each role on this hardware."""
-        profile = self.profile
+        """One worker of each role on this hardware. Memory is no limit: a small pool would leave holes in the map."""
+        profile = replace(self.profile, num_blocks=None)
         prefill, decode = (place if place in profile.step_time else WHOLE for place in self.places)
         return Situation(profile, self.context, prefill_place=prefill, decode_place=decode)
 
