@@ -126,13 +126,20 @@ def _only_the_rows(rows: np.ndarray, ms: np.ndarray) -> np.ndarray:
     return np.linalg.lstsq(rows / ms[:, None], ms, rcond=None)[0]
 
 
+def _all_that_lstsq_returns(rows: np.ndarray, ms: np.ndarray) -> Any:
+    return np.linalg.lstsq(rows / ms[:, None], np.ones(len(ms)), rcond=None)
+
+
 def _weights_upside_down(rows: np.ndarray, ms: np.ndarray) -> np.ndarray:
     return np.linalg.lstsq(rows * ms[:, None], ms * ms, rcond=None)[0]
 
 
 def _test_relative_fit(answer: Any, rng: random.Random) -> None:
     # By hand: one cost c for steps of 1 and 2 ms. (c - 1)² + (c/2 - 1)² is smallest at c = 1.2, not at the mean, 1.5.
-    expect_close(answer(np.ones((2, 1)), np.array([1.0, 2.0])), [1.2], "a constant through 1 ms and 2 ms", rtol=1e-6)
+    got = answer(np.ones((2, 1)), np.array([1.0, 2.0]))
+    if isinstance(got, tuple):
+        raise Wrong(f"expected the costs alone; np.linalg.lstsq returns {len(got)} things, and they are the first, [0]")
+    expect_close(got, [1.2], "a constant through 1 ms and 2 ms", rtol=1e-6)
     m = rng.randint(8, 30)
     counts = np.array([[1, rng.randint(1, 500), rng.randint(0, 9000)] for _ in range(m)], dtype=float)
     exact = np.array([rng.uniform(1, 5), rng.uniform(0.01, 0.1), rng.uniform(1e-4, 1e-3)])
@@ -159,6 +166,7 @@ relative_fit = Exercise(
         Mistake(_half_way, says="1 ms and 2 ms"),
         Mistake(_only_the_rows, says="1 ms and 2 ms"),
         Mistake(_weights_upside_down, says="1 ms and 2 ms"),
+        Mistake(_all_that_lstsq_returns, says="they are the first"),
     ),
 )
 
@@ -201,6 +209,14 @@ def _no_prefix_for_chunks(prompt: int, chunk_size: int, decodes: StepFeatures, s
     return sum(step_ms(decodes.with_chunk(n)) - step_ms(decodes) for n in lengths)
 
 
+def _one_large_step(prompt: int, chunk_size: int, decodes: StepFeatures, step_ms: StepMs) -> float:
+    return step_ms(decodes.with_chunk(prompt)) - step_ms(decodes)
+
+
+def _summed_over_readers(prompt: int, chunk_size: int, decodes: StepFeatures, step_ms: StepMs) -> float:
+    return decodes.num_decodes * readers_delay_solution(prompt, chunk_size, decodes, step_ms)
+
+
 def _full_last_chunk(prompt: int, chunk_size: int, decodes: StepFeatures, step_ms: StepMs) -> float:
     starts = range(0, prompt, chunk_size)
     return sum(step_ms(decodes.with_chunk(chunk_size, start)) - step_ms(decodes) for start in starts)
@@ -218,6 +234,7 @@ def _test_readers_delay(answer: Any, rng: random.Random) -> None:
     expect_close(answer(20, 10, readers, plain.step_ms), 20.0, "prompt 20, chunks of 10, 1 ms per token", rtol=1e-6)
     expect(25, 10, readers, plain, "1 ms per token")
     expect(64, 16, readers, StepTimeModel(5.0, 1.0, pair_ms=0.01), "1 ms per token and 0.01 ms per pair")
+    expect(25, 10, readers, StepTimeModel(5.0, 1.0, chunk_ms=2.0), "1 ms per token and 2 ms per chunk")
     batch = rng.randint(1, 64)
     model = StepTimeModel(
         rng.uniform(1, 9), rng.uniform(0.01, 0.1), rng.uniform(0, 0.1), rng.uniform(10, 90), rng.uniform(1e-5, 1e-3)
@@ -244,5 +261,7 @@ readers_delay = Exercise(
         Mistake(_whole_steps, says="prompt 20, chunks of 10"),
         Mistake(_no_prefix_for_chunks, says="per pair"),
         Mistake(_full_last_chunk, says="prompt 25, chunks of 10"),
+        Mistake(_one_large_step, says="2 ms per chunk"),
+        Mistake(_summed_over_readers, says="that is 4 times too much"),
     ),
 )

@@ -7,7 +7,13 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from nanopd.course.exercise import Exercise, Mistake, expect_close, expect_equal
+from nanopd.course.exercise import Exercise, Mistake, Wrong, describe, expect_close, expect_equal
+
+
+def _expect_numbers(got: Any, names: tuple[str, ...], where: str) -> None:
+    if not isinstance(got, tuple | list) or len(got) != len(names):
+        raise Wrong(f"{where}: expected ({', '.join(names)}), got {describe(got)}")
+
 
 # --- the rule of two ratios ------------------------------------------------------------------------------------
 
@@ -46,6 +52,10 @@ def _upside_down(gamma: float, kv: int, gb_s: float, thresh: float, load: float)
     return rate, thresh * gamma / rate, load > thresh * gamma / rate
 
 
+def _only_the_decision(gamma: float, kv: int, gb_s: float, thresh: float, load: float) -> Any:
+    return seed_rule_solution(gamma, kv, gb_s, thresh, load)[2]
+
+
 def _divides_by_the_load(gamma: float, kv: int, gb_s: float, thresh: float, load: float) -> tuple[float, float, bool]:
     rate = kv / gb_s / 1e6
     return rate, thresh * rate / gamma, gamma / rate > thresh / load
@@ -56,6 +66,7 @@ def _test_seed_rule(answer: Any, rng: random.Random) -> None:
         where = f"gamma {gamma:g}, {kv:,} bytes per token, {gb_s:g} GB/s, batch_thresh {thresh:g}, load {load:g}"
         got = answer(gamma, kv, gb_s, thresh, load)
         rate, threshold, yes = seed_rule_solution(gamma, kv, gb_s, thresh, load)
+        _expect_numbers(got, ("transfer_rate", "threshold", "decision"), where)
         got_rate, got_threshold, got_yes = got
         expect_close(got_rate, rate, f"transfer_rate for {where}", rtol=1e-6, atol=0.0)
         expect_close(got_threshold, threshold, f"threshold for {where}", rtol=1e-6, atol=0.0)
@@ -87,6 +98,7 @@ seed_rule = Exercise(
         Mistake(_binary_gigabytes, says="transfer_rate"),
         Mistake(_upside_down, says="threshold for"),
         Mistake(_divides_by_the_load, says="ZeroDivisionError"),
+        Mistake(_only_the_decision, says="expected (transfer_rate, threshold, decision), got False"),
     ),
 )
 
@@ -148,10 +160,16 @@ def _queue_pays_the_difference(
     return waited, behind * waited / max(decodes, 1)
 
 
+def _one_number(step_ms: Callable[[int, int], float], prompt: int, chunk: int, decodes: int, behind: int) -> Any:
+    return sum(delay_of_others_solution(step_ms, prompt, chunk, decodes, behind))
+
+
 def _test_delay_of_others(answer: Any, rng: random.Random) -> None:
     def expect(step_ms: Callable[[int, int], float], prompt: int, chunk: int, decodes: int, behind: int) -> None:
         where = f"prompt {prompt}, chunk_size {chunk}, {decodes} decodes, {behind} behind"
-        waited, queued = answer(step_ms, prompt, chunk, decodes, behind)
+        got = answer(step_ms, prompt, chunk, decodes, behind)
+        _expect_numbers(got, ("decodes wait", "others queue"), where)
+        waited, queued = got
         want = delay_of_others_solution(step_ms, prompt, chunk, decodes, behind)
         expect_close(waited, want[0], f"decodes wait ({where})", rtol=1e-9, atol=1e-6)
         expect_close(queued, want[1], f"others queue ({where})", rtol=1e-9, atol=1e-6)
@@ -191,6 +209,7 @@ delay_of_others = Exercise(
         Mistake(_full_chunks_only, says="prompt 1000, chunk_size 256"),
         Mistake(_one_big_step, says="chunk_size 256"),
         Mistake(_queue_pays_the_difference, says="others queue"),
+        Mistake(_one_number, says="expected (decodes wait, others queue)"),
     ),
 )
 
@@ -254,6 +273,10 @@ def _no_shift(mean: float, kappa: float, shape: float, rate: float, lengths: lis
     return *want[:3], want[3] - kappa * n * (m - mean) ** 2 / (2 * (kappa + n))
 
 
+def _mean_alone(mean: float, kappa: float, shape: float, rate: float, lengths: list[int]) -> Any:
+    return posterior_solution(mean, kappa, shape, rate, lengths)[0]
+
+
 def _variance_not_sum(mean: float, kappa: float, shape: float, rate: float, lengths: list[int]) -> Four:
     want = posterior_solution(mean, kappa, shape, rate, lengths)
     n = len(lengths)
@@ -267,7 +290,9 @@ def _test_posterior(answer: Any, rng: random.Random) -> None:
         got = answer(*prior, list(lengths))
         want = posterior_solution(*prior, lengths)
         shown = ", ".join(f"{value:g}" for value in prior)
-        for name, have, need in zip(("mean", "kappa", "shape", "rate"), got, want, strict=True):
+        names = ("mean", "kappa", "shape", "rate")
+        _expect_numbers(got, names, f"after {lengths}")
+        for name, have, need in zip(names, got, want, strict=True):
             expect_close(have, need, f"{name} after {lengths} with the prior ({shown})", rtol=1e-7, atol=1e-9)
 
     expect((5.0, 2.0, 1.5, 1.0), [])
@@ -286,7 +311,8 @@ posterior = Exercise(
     stub=posterior_stub,
     solution=posterior_solution,
     hints=(
-        "Everything happens to the logarithms: `x = [math.log(length) for length in lengths]`.",
+        "Everything happens to the logarithms: `x = [math.log(length) for length in lengths]`. An empty list has no "
+        "mean: deal with it first.",
         "The new mean: `(kappa * mean + n * m) / (kappa + n)`. The prior counts like kappa observations.",
         "rate grows twice: by half of the *sum* of squared deviations around m, and by how far m is from the old mean.",
     ),
@@ -296,5 +322,6 @@ posterior = Exercise(
         Mistake(_forgets_the_prior, says="mean after [20, 1000]"),
         Mistake(_no_shift, says="rate after [20, 1000]"),
         Mistake(_variance_not_sum, says="rate after [20, 1000]"),
+        Mistake(_mean_alone, says="expected (mean, kappa, shape, rate)"),
     ),
 )
