@@ -208,6 +208,16 @@ def test_transfer_between_unlike_pools_is_refused(shape: tuple[int, ...], dtype:
         OPS.transfer_blocks(source, source.clone(), ids, torch.tensor([1, 2]))
 
 
+def test_a_prepared_transfer_is_refused_at_once_and_moves_only_when_it_is_called() -> None:
+    source, destination, ids = torch.randn(3, 2, 5, 8, 2, 64), torch.zeros(3, 2, 4, 8, 2, 64), torch.tensor([1])
+    enqueue = OPS.prepare_transfer_blocks(source, destination, ids, ids)
+    assert not destination.any()
+    enqueue()
+    assert torch.equal(destination[:, :, 1], source[:, :, 1])
+    with pytest.raises(UnsupportedShapeError, match=r"destination_blocks.*\[1\]"):
+        OPS.prepare_transfer_blocks(source, destination, ids, torch.tensor([1, 2]))
+
+
 def test_rms_norm_by_hand() -> None:
     x, weight, residual = torch.randn(4, 96, dtype=F64), torch.randn(96, dtype=F64), torch.randn(4, 96, dtype=F64)
 

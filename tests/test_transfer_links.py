@@ -161,7 +161,7 @@ def test_copies_run_in_the_links_thread() -> None:
     class Watched(SameDeviceLink):
         def _copy(self, load, slot):
             seen.append(threading.current_thread())
-            super()._copy(load, slot)
+            return super()._copy(load, slot)
 
     with link_of(Watched, source, destination) as link:
         assert link.send(random_handoff(source, destination, 4, 0)).wait(20)
@@ -319,7 +319,7 @@ def test_blocks_are_not_given_up_while_a_piece_is_under_way() -> None:
         def _copy(self, load, slot):
             entered.set()
             assert go_on.wait(20)
-            super()._copy(load, slot)
+            return super()._copy(load, slot)
 
     with link_of(Slow, source, destination) as link:
         transfer = link.send(handoff(source, [0], [0]))

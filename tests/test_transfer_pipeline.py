@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ class Machine:
         self.arrived: list[Any] = []
         self.enqueued = 0
         stages = [
-            Stage(lambda item, slot, i=i, delay=delay: self.enqueue(i, delay, item, slot), stream)
+            Stage(partial(partial, self.enqueue, i, delay), stream)
             for i, (stream, delay) in enumerate(zip(self.streams, delays))
         ]
         self.pipeline: Pipeline[Any] = Pipeline(stages, depth)  # type: ignore[arg-type]
@@ -122,8 +123,8 @@ def test_the_first_stage_waits_for_the_producer(machine: Callable[..., Machine])
     producer.work.put(lambda: time.sleep(0.05))
     producer.work.put(lambda: content.__setitem__(0, "new"))
     ready = FakeMark(producer)
-    m.pipeline.stages[0].run = lambda item, slot: m.streams[0].work.put(
-        lambda: m.rings[0].__setitem__(slot, content[0])
+    m.pipeline.stages[0].prepare = lambda item, slot: partial(
+        m.streams[0].work.put, lambda: m.rings[0].__setitem__(slot, content[0])
     )
     begin, end = m.pipeline.push(None, ready)
     assert not begin.done() and not end.done(), "the host waited"
@@ -142,11 +143,13 @@ def test_a_fence_is_behind_all_stages(machine: Callable[..., Machine]) -> None:
 
 def test_a_stage_that_raises_leaves_the_pipeline_usable(machine: Callable[..., Machine]) -> None:
     m = machine(2, [0.0, 0.0, SLOW])
-    working, stage = m.pipeline.stages[1].run, m.pipeline.stages[1]
+    stage = m.pipeline.stages[1]
+    working = stage.prepare
+    faults = {2: lambda *_: 1 / 0, 3: lambda *_: lambda: 1 / 0, 6: lambda *_: lambda: 1 / 0}  # before, or when enqueued
     for piece in range(9):
-        stage.run = (lambda *_: 1 / 0) if piece in (2, 3, 6) else working
+        stage.prepare = faults.get(piece, working)
         try:
             end = m.pipeline.push(piece, HostMark())[1]
         except ZeroDivisionError:
-            assert piece in (2, 3, 6)
+            assert piece in faults
     assert end.wait() and m.arrived == [0, 1, 4, 5, 7, 8]

@@ -246,6 +246,7 @@ def test_a_link_that_does_not_stop_says_so() -> None:
 
         def _copy(self, load, slot):
             assert go_on.wait(20)
+            return super()._copy(load, slot)
 
     link = link_of(Stuck, pool(2, 1), pool(2, 2))
     link.send(handoff(link.source, [0], [0]))

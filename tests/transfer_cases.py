@@ -111,7 +111,12 @@ class FaultyPeer(Faulty, PeerLink):
 class CorruptPeer(PeerLink):
     """Arrives with a flipped bit, once in a while: what some boards with P2P "available" do."""
 
-    def _copy(self, load: Any, slot: int) -> None:
-        super()._copy(load, slot)
-        if len(load.piece.blocks) > 1:
-            self._received[slot].view(torch.uint8)[3] ^= 4
+    def _copy(self, load: Any, slot: int) -> Callable[[], object]:
+        copy = super()._copy(load, slot)
+
+        def enqueue() -> None:
+            copy()
+            if len(load.piece.blocks) > 1:
+                self._received[slot].view(torch.uint8)[3] ^= 4
+
+        return enqueue

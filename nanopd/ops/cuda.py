@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, overload
 
 import torch
@@ -105,41 +106,48 @@ class CudaOps:
 
     def copy_blocks(self, kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
         checks.copy_blocks(kv_cache, src, dst)
-        self._move_blocks("copy_blocks", src.shape[0], kv_cache, src, dst)
+        self._prepare_move("copy_blocks", src.shape[0], kv_cache, src, dst)()
 
     def transfer_blocks(
         self, source: Tensor, destination: Tensor, source_blocks: Tensor, destination_blocks: Tensor
     ) -> None:
+        self.prepare_transfer_blocks(source, destination, source_blocks, destination_blocks)()
+
+    def prepare_transfer_blocks(
+        self, source: Tensor, destination: Tensor, source_blocks: Tensor, destination_blocks: Tensor
+    ) -> Callable[[], object]:
         checks.transfer_blocks(source, destination, source_blocks, destination_blocks)
         _check_vectors("destination", destination.data_ptr())
-        tensors = (source, destination, source_blocks, destination_blocks)
-        self._move_blocks("transfer_blocks", source_blocks.shape[0], *tensors, more=(destination.shape[2],))
+        tensors, more = (source, destination, source_blocks, destination_blocks), (destination.shape[2],)
+        return self._prepare_move("transfer_blocks", source_blocks.shape[0], *tensors, more=more)
 
     def gather_blocks(self, kv_cache: Tensor, block_ids: Tensor, out: Tensor | None = None) -> Tensor:
         checks.move_blocks(kv_cache, block_ids, out)
         if out is None:
             shape = (*kv_cache.shape[:2], block_ids.shape[0], *kv_cache.shape[3:])
             out = torch.empty(shape, dtype=kv_cache.dtype, device=kv_cache.device)
-        self._move_blocks("gather_blocks", block_ids.shape[0], kv_cache, out, block_ids)
+        self._prepare_move("gather_blocks", block_ids.shape[0], kv_cache, out, block_ids)()
         return out
 
     def scatter_blocks(self, staging: Tensor, kv_cache: Tensor, block_ids: Tensor) -> None:
         checks.move_blocks(kv_cache, block_ids, staging)
-        self._move_blocks("scatter_blocks", block_ids.shape[0], kv_cache, staging, block_ids)
+        self._prepare_move("scatter_blocks", block_ids.shape[0], kv_cache, staging, block_ids)()
 
-    def _move_blocks(
+    def _prepare_move(
         self, function: str, num_moved: int, kv_cache: Tensor, *others: Tensor, more: tuple[int, ...] = ()
-    ) -> None:
+    ) -> Callable[[], object]:
+        """Of a kernel in move_blocks.cu, which takes these tensors in this order."""
         if num_moved == 0:
-            return
+            return no_launch
         self._check_scalar(kv_cache)
+        self._check_device(*others)
         num_layers, _, num_blocks, block_size, num_heads, head_dim = kv_cache.shape
         block_elements = block_size * num_heads * head_dim
         _check_vectors("kv_cache", kv_cache.data_ptr(), block_elements)
         planes = 2 * num_layers
         kernel = self._kernel("move_blocks.cu", function, BLOCK_VECS=block_elements // _VEC)
         grid = -(-num_moved * planes * block_elements // (_VEC * _MOVE_TILE))
-        kernel(grid, 256, kv_cache, *others, num_moved, planes, num_blocks, *more)
+        return partial(kernel.prepare(grid, 256, num_moved, planes, num_blocks, *more), kv_cache, *others)
 
     # --- between the matrix products ---------------------------------------------------------------------------
 

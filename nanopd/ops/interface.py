@@ -18,6 +18,7 @@ the same shapes has compiled and loaded what they need.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, overload
 
 from torch import Tensor
@@ -107,6 +108,15 @@ class Ops(Protocol):
         Args:
             source, destination: two caches on one device, alike in dtype and in every size but ``num_blocks``.
             source_blocks, destination_blocks: [N] int64 on that device; the latter distinct.
+        """
+        ...
+
+    def prepare_transfer_blocks(
+        self, source: Tensor, destination: Tensor, source_blocks: Tensor, destination_blocks: Tensor
+    ) -> Callable[[], object]:
+        """``transfer_blocks`` in two parts: all that the host checks and plans now, the copy when the result is called.
+
+        To be called on the stream that is current now.
         """
         ...
 

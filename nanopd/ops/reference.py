@@ -6,7 +6,8 @@ weights, so what matters here is not to add much to that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import overload
 
 import torch
@@ -101,6 +102,12 @@ class ReferenceOps:
     ) -> None:
         checks.transfer_blocks(source, destination, source_blocks, destination_blocks)
         destination[:, :, destination_blocks] = source[:, :, source_blocks]
+
+    def prepare_transfer_blocks(
+        self, source: Tensor, destination: Tensor, source_blocks: Tensor, destination_blocks: Tensor
+    ) -> Callable[[], object]:
+        checks.transfer_blocks(source, destination, source_blocks, destination_blocks)
+        return partial(self.transfer_blocks, source, destination, source_blocks, destination_blocks)
 
     def gather_blocks(self, kv_cache: Tensor, block_ids: Tensor, out: Tensor | None = None) -> Tensor:
         checks.move_blocks(kv_cache, block_ids, out)

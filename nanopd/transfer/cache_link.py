@@ -22,7 +22,7 @@ from nanopd.transfer.pipeline import Pipeline, Stage
 from nanopd.transfer.queued import Moved, QueuedLink, QueuedTransfer
 from nanopd.transfer.streams import Stream, enter, mark, new_stream, refuse_foreign
 
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 16 << 20  # at 50 GB/s it moves for longer than the host takes to enqueue a piece on four stages
 LEAST_BYTES = 2 << 20  # what travels while the host enqueues one piece; layers of short prompts leave together
 DEPTH = 4  # buffers of that size between two stages
 WINDOW = 32  # pieces enqueued ahead: enough to keep a GPU busy, few enough to cancel and to leave its queues room

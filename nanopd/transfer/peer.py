@@ -5,7 +5,8 @@ Whether two GPUs can do this, and do it right, is for probing to say: a driver m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from nanopd.transfer.cache_link import CacheLink, Load, layers_of
 from nanopd.transfer.pipeline import Stage
@@ -27,19 +28,24 @@ class PeerLink(CacheLink):
             Stage(self._scatter, receiving),
         ]
 
-    def _gather(self, load: Load, slot: int) -> None:
+    def _gather(self, load: Load, slot: int) -> Callable[[], object]:
         out = self._staged(self._packed[slot], load.piece)
-        self.source_ops.gather_blocks(layers_of(self.source, load.piece), load.source, out)
+        return partial(self.source_ops.gather_blocks, layers_of(self.source, load.piece), load.source, out)
 
-    def _copy(self, load: Load, slot: int) -> None:
+    def _copy(self, load: Load, slot: int) -> Callable[[], object]:
         # torch orders a copy between devices after what the current stream of either was given. On the destination
         # that must not be the stream of the scatters, or the copies would wait for them.
         copying = self._pipeline.stages[1].stream
-        enter(self._arriving)
-        enter(copying)
-        packed = self._flat(self._packed[slot], load.piece)
-        self._flat(self._received[slot], load.piece).copy_(packed, non_blocking=True)
+        received, packed = self._flat(self._received[slot], load.piece), self._flat(self._packed[slot], load.piece)
 
-    def _scatter(self, load: Load, slot: int) -> None:
+        def enqueue() -> None:
+            enter(self._arriving)
+            enter(copying)
+            received.copy_(packed, non_blocking=True)
+
+        return enqueue
+
+    def _scatter(self, load: Load, slot: int) -> Callable[[], object]:
         staged = self._staged(self._received[slot], load.piece)
-        self.destination_ops.scatter_blocks(staged, layers_of(self.destination, load.piece), load.destination)
+        target = layers_of(self.destination, load.piece)
+        return partial(self.destination_ops.scatter_blocks, staged, target, load.destination)

@@ -7,7 +7,8 @@ Works within one device too: slower than the copy there, but the same code that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -33,16 +34,19 @@ class PinnedRelayLink(CacheLink):
             Stage(self._scatter, receiving),
         ]
 
-    def _gather(self, load: Load, slot: int) -> None:
+    def _gather(self, load: Load, slot: int) -> Callable[[], object]:
         out = self._staged(self._packed[slot], load.piece)
-        self.source_ops.gather_blocks(layers_of(self.source, load.piece), load.source, out)
+        return partial(self.source_ops.gather_blocks, layers_of(self.source, load.piece), load.source, out)
 
-    def _to_host(self, load: Load, slot: int) -> None:
-        self._flat(self._host[slot], load.piece).copy_(self._flat(self._packed[slot], load.piece), non_blocking=True)
+    def _to_host(self, load: Load, slot: int) -> Callable[[], object]:
+        host, packed = self._flat(self._host[slot], load.piece), self._flat(self._packed[slot], load.piece)
+        return partial(host.copy_, packed, non_blocking=True)
 
-    def _from_host(self, load: Load, slot: int) -> None:
-        self._flat(self._received[slot], load.piece).copy_(self._flat(self._host[slot], load.piece), non_blocking=True)
+    def _from_host(self, load: Load, slot: int) -> Callable[[], object]:
+        received, host = self._flat(self._received[slot], load.piece), self._flat(self._host[slot], load.piece)
+        return partial(received.copy_, host, non_blocking=True)
 
-    def _scatter(self, load: Load, slot: int) -> None:
+    def _scatter(self, load: Load, slot: int) -> Callable[[], object]:
         staged = self._staged(self._received[slot], load.piece)
-        self.destination_ops.scatter_blocks(staged, layers_of(self.destination, load.piece), load.destination)
+        target = layers_of(self.destination, load.piece)
+        return partial(self.destination_ops.scatter_blocks, staged, target, load.destination)

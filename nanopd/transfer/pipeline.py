@@ -19,9 +19,13 @@ Item = TypeVar("Item")
 
 @dataclass
 class Stage(Generic[Item]):
-    """One step of a piece's way. ``run(item, slot)`` enqueues it on the current stream, which is ``stream``."""
+    """One step of a piece's way. ``prepare(item, slot)`` returns what enqueues it; ``stream`` is current during both.
 
-    run: Callable[[Item, int], None]
+    In two parts, since the host may need as long to check and to plan as the device to move: between a piece's marks
+    it only enqueues.
+    """
+
+    prepare: Callable[[Item, int], Callable[[], object]]
     stream: Stream
     finished: dict[int, Mark] = field(default_factory=dict)  # slot -> when this stage was last through with it
 
@@ -48,12 +52,13 @@ class Pipeline(Generic[Item]):
         before, begin = ready, ready
         for i, stage in enumerate(self.stages):
             enter(stage.stream)
+            enqueue = stage.prepare(item, slot)
             follow(stage.stream, before)
             if i + 1 < len(self.stages):
                 follow(stage.stream, self.stages[i + 1].finished.get(slot))
             if i == 0:
                 begin = mark(stage.stream)
-            stage.run(item, slot)
+            enqueue()
             before = stage.finished[slot] = mark(stage.stream)
         return begin, self._on_clock(before)
 

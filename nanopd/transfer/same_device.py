@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nanopd.errors import ConfigError
@@ -32,6 +32,6 @@ class SameDeviceLink(CacheLink):
     def stages(self, sending: Stream, receiving: Stream) -> Sequence[Stage[Load]]:
         return [Stage(self._copy, sending)]
 
-    def _copy(self, load: Load, slot: int) -> None:
+    def _copy(self, load: Load, slot: int) -> Callable[[], object]:
         source, destination = layers_of(self.source, load.piece), layers_of(self.destination, load.piece)
-        self.source_ops.transfer_blocks(source, destination, load.source, load.destination)
+        return self.source_ops.prepare_transfer_blocks(source, destination, load.source, load.destination)

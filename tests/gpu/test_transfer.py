@@ -147,9 +147,9 @@ def test_staging_is_not_overwritten_under_a_slow_consumer() -> None:
     """Two slots, and a last stage that is far slower than the first: pieces must wait for their slot."""
 
     class SlowScatter(PinnedRelayLink):
-        def _scatter(self, load: Any, slot: int) -> None:
+        def _scatter(self, load: Any, slot: int) -> Any:
             torch.cuda._sleep(SLOW_CYCLES // 50)
-            super()._scatter(load, slot)
+            return super()._scatter(load, slot)
 
     source, destination = pool(64, 1, "cuda:0"), pool(64, 2, "cuda:0")
     sent, before = bits(source), bits(destination)
