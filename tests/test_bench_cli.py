@@ -160,8 +160,10 @@ def test_rates_are_positive_numbers(text: str) -> None:
         ("threshold", ["size"], "KEY=VALUE"),
         ("threshold", ["size=3"], "size"),
         ("threshold", ["max_prefill_queue_size=0"], "got 0"),
+        ("seed-rule", [], "--profile"),
+        ("threshold", ["max_prefill_queue_size=" + "(" * 10_000], "max_prefill_queue_size"),
     ],
-    ids=["name", "profile", "form", "option", "value"],
+    ids=["name", "profile", "form", "option", "value", "seed-profile", "nested"],
 )
 def test_policies_are_checked_before_anything_runs(strategy: str, settings: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -178,8 +180,19 @@ def test_policies_are_checked_before_anything_runs(strategy: str, settings: list
         (["--timeout", "-1"], "timeout"),
         (["--strategy", "fly"], "fly"),
         (["--duration", "-3"], "duration"),
+        (["--policy", "x=1"], "--policy x=1: collocated have no options"),
+        (["--profile", "nope"], "'nope' is neither a file"),
+        (["--strategy", "slo", "--profile", "rtx-4090"], "no step-time model"),
+        (["--warmup", "60"], "a warm-up of 60 s leaves nothing of 60 s"),
+        (["--scale", "inf"], "the scale of a workload must be a finite number > 0, got inf"),
+        (["--scale", "1e300", "--workload", "20:3"], "a length in tokens must be at most 10,000,000"),
+        (["--workload", "5000:1"], "5,000 and 1 tokens are more than the 4,096"),
+        (["--limit", "0"], "--limit must be an int >= 1, got 0"),
+        (["--timeout", "inf"], "timeout_s must be a finite number of seconds >= 0, got inf"),
+        (["--rate", "1e-9"], "none arrives"),
+        (["--out", __file__ + "/x.json"], "cannot be written"),
     ],
-    ids=lambda value: value[0][2:] if isinstance(value, list) else "",
+    ids=lambda value: "-".join(value)[2:20] if isinstance(value, list) else "",
 )
 def test_wrong_options_are_one_line_and_exit_code_2(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
@@ -189,3 +202,15 @@ def test_wrong_options_are_one_line_and_exit_code_2(
     assert error.startswith("nanopd: ")
     assert says in error
     assert len(error.splitlines()) == 1
+
+
+def test_what_is_wrong_with_the_times_is_said_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "--model", "dummy:none", "--warmup", "9", "--duration", "3"]) == 2
+    assert "warm-up of 9 s" in capsys.readouterr().err
+    assert run(["bench", "--model", "dummy:none", "--strategy", "fly"]) == 2
+    assert "'fly'" in capsys.readouterr().err
+
+
+def test_a_policy_that_needs_a_profile_gets_the_one_that_was_given() -> None:
+    made = policy_maker("h20", [], 500.0, 50.0)("seed-rule")()
+    assert made.model.profile.device == "NVIDIA H20"

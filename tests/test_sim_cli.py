@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -68,21 +69,74 @@ def test_search_prints_every_layout_and_why(tmp_path: Path, capsys: pytest.Captu
         (["--memory", "nan"], "memory_gb must be above 0"),
         (["--memory", "1e30"], "at most 100,000, got 1e+30"),
         (["--gpus", "4", "--prefill", "1", "--decode", "1", "--strategy", "disaggregated"], "2 of 4 GPUs"),
-        (["--gpus", "2", "--link", "0"], "above 0 GB/s"),
+        (["--gpus", "2", "--link", "0"], "link_gb_s of a simulated link must be a finite number of GB/s > 0, got 0.0"),
         (["--hardware", "abacus"], "neither a file nor a hardware profile"),
-        (["--split", "48/84"], "no step-time model for 'sm=84'"),
+        (["--split", "48/64"], "no step-time model for 'sm=64'"),
+        (["--split", "84/84"], "84 + 84 SMs were asked for on cuda:0, which has 128"),
+        (["--split", "٤٨/84"], "a split is SMS_FOR_DECODE"),
+        (["--split", "9" * 5000 + "/84"], "a split is SMS_FOR_DECODE"),
+        (["--gpus", "10000"], "collocated devices of a layout must be at most 1,024, got 10000"),
+        (["--gpus", "9" * 30], "at most 1,024"),
+        (["--strategy", "fly"], "no policy is called 'fly'"),
+        (["--strategy", "adaptive"], "no policy is called 'adaptive'"),
+        (["--policy", "x=1"], "--policy x=1: collocated have no options"),
+        (["--link", "0"], "link_gb_s of a simulated link must be a finite number of GB/s > 0, got 0.0"),
+        (["--bus", "nan"], "bus_gb_s of a simulated link must be a finite number of GB/s > 0, got nan"),
+        (["--latency", "-1"], "latency_s of a simulated link"),
+        (["--num-blocks", "999999999999"], "num_blocks must be at most 16,777,216"),
+        (["--num-blocks", "9" * 30], "num_blocks must be at most 16,777,216"),
+        (["--rate", "1e9"], "above 0 and below 1,000,000 requests per second, got '1e9'"),
+        (["--rate", "1e-9"], "at 1e-09 requests/s none arrives between 0 s and 5 s"),
+        (["--warmup", "4.999"], "none arrives between 4.999 s and 5 s"),
+        (["--warmup", "5"], "a warm-up of 5 s leaves nothing of 5 s"),
+        (["--drain", "inf"], "drain_s must be a finite number of seconds >= 0, got inf"),
+        (["--slo-ttft", "inf"], "ttft_s of an SLO must be a finite number of seconds > 0, got inf"),
+        (["--workload", "1000000:5"], "1,000,000 and 5 tokens are more than the 40,960"),
+        (["--workload", "5:" + "9" * 5000], "is none of"),
+        (["--max-model-len", "100"], "200 and 8 tokens are more than the 100"),
+        (["--limit", "3"], "--limit 3 cuts a trace, and '200:8' is none"),
+        (["--search", "--duration", "0"], "the duration must be a finite number of seconds > 0, got 0.0"),
+        (["--search", "--strategy", "slo", "--figures", "f"], "drop --strategy, --figures"),
+        (["--search", "--warmup", "1"], "drop --timeout, --warmup or --drain"),
+        (["--search", "--rate", "nan"], "rates must be above 0"),
         (["--workload", "nothing"], "is none of"),
         (
             ["--hardware", "h200", "--strategy", "slo", "--collocated", "1", "--policy", "ttft_ms=5"],
             "use --profile, --slo-ttft",
         ),
         (["--out", "."], "--out . is a folder"),
+        (["--out", __file__ + "/x.json"], "cannot be written: "),
+        (["--out", "a.records"], "the folder of a run's raw records"),
+        (["--figures", __file__ + "/x"], "cannot be written: "),
         (["--figures", __file__], "is a file: name a folder"),
     ],
 )
 def test_mistakes_are_said(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["simulate", *QUICK, *options]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+
+
+def test_a_pipe_is_not_replaced_by_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert run(["simulate", *QUICK, "--out", str(pipe)]) == 2
+    assert "no regular file" in capsys.readouterr().err and pipe.is_fifo()
+
+
+def test_requests_that_were_cut_are_counted_on_the_screen(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--hardware", "h20", "--duration", "5", "--rate", "4", "--no-goodput"]
+    assert run(["simulate", *options, "--workload", "long", "--max-model-len", "1000"]) == 0
+    assert "prompts and 0 outputs of" in " ".join(capfd.readouterr().out.split())
+    assert run(["simulate", *options, "--workload", "200:8"]) == 0
+    assert "were cut" not in capfd.readouterr().out
+
+
+def test_a_search_in_which_nobody_is_served_well_has_no_winner(capfd: pytest.CaptureFixture[str]) -> None:
+    command = ["simulate", "--search", "--hardware", "h20", "--gpus", "2", "--duration", "1", "--workload", "300:4"]
+    assert run([*command, "--slo-ttft", "0.001"]) == 0
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "No layout met the SLO at any rate" in shown and "the highest goodput per device" not in shown
 
 
 def test_counts() -> None:

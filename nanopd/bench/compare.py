@@ -18,6 +18,7 @@ from nanopd.bench.records import RequestRecord
 from nanopd.bench.report import Report, Result, make_report, samples
 from nanopd.bench.target import Target
 from nanopd.bench.workload import Schedule
+from nanopd.costmodel.checks import check_number
 from nanopd.errors import ConfigError
 
 
@@ -74,15 +75,20 @@ def compare_strategies(
     Raises:
         UnequalHardwareError: before anything runs.
         ReportError: the records in ``raw`` belong to other arrivals, options or context.
-        ConfigError: no strategy, two of one name, or no rate.
+        ConfigError: no strategy, two of one name, no rate, or one at which no request would be measured; before
+            anything runs.
     """
     names = [strategy.name for strategy in strategies]
     if not names or len(set(names)) != len(names) or not rates:
         raise ConfigError(f"a comparison needs strategies of different names and rates, got {names} and {list(rates)}")
+    for rate in rates:
+        check_number("a rate", rate, above=0.0, unit="requests per second")
     options = options or LoadOptions()
     hardware = {strategy.name: strategy.hardware for strategy in strategies}
     check_equal(hardware, allow_unequal)
     plans = _Plans(schedule_at)
+    for rate in rates:
+        _check_plan(plans(rate), rate, options)
     results: list[Result] = []
     goodput: dict[str, Goodput] = {}
     for strategy in strategies:
@@ -107,6 +113,17 @@ def compare_strategies(
         goodput=goodput,
         environment=dict(environment or {}),
     )
+
+
+def _check_plan(plan: Schedule, rate: float, options: LoadOptions) -> None:
+    """Raises ConfigError if the warm-up leaves nothing to measure, or nobody comes."""
+    if options.warmup_s >= plan.duration_s:
+        raise ConfigError(f"a warm-up of {options.warmup_s:g} s leaves nothing of {plan.duration_s:g} s to measure")
+    if not any(arrival.time_s >= options.warmup_s for arrival in plan.arrivals):
+        raise ConfigError(
+            f"at {rate:g} requests/s none arrives between {options.warmup_s:g} s and {plan.duration_s:g} s: "
+            "nothing would be measured; take a higher rate or a longer time"
+        )
 
 
 def _search(bench: _Bench, rates: Sequence[float], search: GoodputSearch) -> Goodput:
@@ -183,8 +200,7 @@ class _Bench:
 
     def result(self, rate: float) -> Result:
         plan, warmup_s = self._plans(rate), self._options.warmup_s
-        if warmup_s >= plan.duration_s:
-            raise ConfigError(f"a warm-up of {warmup_s:g} s leaves nothing of {plan.duration_s:g} s to measure")
+        _check_plan(plan, rate, self._options)  # the search asks for rates of its own
         records = self._records(rate, plan)
         summary = summarize(
             records,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from nanopd.costmodel.checks import check_count, check_number, is_number, shown
 from nanopd.errors import ConfigError
 
 Z = 1.645  # a probe whose 90 % interval holds the target is borderline
@@ -75,12 +76,13 @@ def find_goodput(
 
     Raises ConfigError if an argument is out of range.
     """
-    if not (0 < low < high and math.isfinite(high)):
-        raise ConfigError(f"goodput needs rates 0 < low < high, got {low} and {high}")
-    if not 0 < target < 1 or not tolerance > 0:
-        raise ConfigError(f"goodput needs a target in (0, 1) and a tolerance > 0, got {target} and {tolerance}")
-    if max_runs < 1 or repeats < 1 or num_gpus < 1:
-        raise ConfigError(f"max_runs, repeats and num_gpus must be at least 1: {max_runs}, {repeats}, {num_gpus}")
+    if not (is_number(low) and is_number(high) and 0 < low < high):
+        raise ConfigError(f"goodput needs rates 0 < low < high, got {shown(low)} and {shown(high)}")
+    if not (is_number(target) and 0 < target < 1):
+        raise ConfigError(f"target must be in (0, 1), got {shown(target)}")
+    check_number("tolerance", tolerance, above=0.0)
+    for name, count in (("max_runs", max_runs), ("repeats", repeats), ("num_gpus", num_gpus)):
+        check_count(name, count, least=1)
     search = _Search(run, target, max_runs, repeats, {p.rate: p for p in known if low <= p.rate <= high})
     finished = search.bisect(low, high, tolerance)
     best, upper = search.best(), search.lowest_failure()

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Protocol
 
+from nanopd.costmodel.checks import check_count, check_number
 from nanopd.errors import ConfigError
+
+MOST_TOKENS = 10_000_000  # a longer prompt is a typing error
+MOST_SIGMA = 10.0  # a factor of e^10 between typical lengths
 
 
 class Lengths(Protocol):
@@ -25,13 +29,12 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Always the same length. Raises ConfigError below 1 token."""
+    """Always the same length. Raises ConfigError below 1 token and above `MOST_TOKENS`."""
 
     tokens: int
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ConfigError(f"a length must be at least 1 token, got {self.tokens}")
+        check_count("a length in tokens", self.tokens, least=1, most=MOST_TOKENS)
 
     def draw(self, rng: random.Random) -> int:
         return self.tokens
@@ -48,7 +51,9 @@ class Uniform:
     high: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.low <= self.high:
+        check_count("low", self.low, least=1, most=MOST_TOKENS)
+        check_count("high", self.high, least=1, most=MOST_TOKENS)
+        if self.low > self.high:
             raise ConfigError(f"uniform lengths need 1 <= low <= high, got {self.low} and {self.high}")
 
     def draw(self, rng: random.Random) -> int:
@@ -60,14 +65,19 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """ln(length) ~ Normal(ln(median), sigma²), rounded, at least 1. Raises ConfigError for median or sigma <= 0."""
+    """ln(length) ~ Normal(ln(median), sigma²), rounded, from 1 to `MOST_TOKENS`.
+
+    Raises ConfigError unless 0 < median <= `MOST_TOKENS` and 0 < sigma <= 10.
+    """
 
     median: float  # tokens
     sigma: float  # standard deviation of ln(tokens)
 
     def __post_init__(self) -> None:
-        if not (self.median > 0 and self.sigma > 0 and math.isfinite(self.median) and math.isfinite(self.sigma)):
-            raise ConfigError(f"log-normal lengths need median > 0 and sigma > 0, got {self.median} and {self.sigma}")
+        for name, value, most in (("median", self.median, MOST_TOKENS), ("sigma", self.sigma, MOST_SIGMA)):
+            check_number(f"{name} of log-normal lengths", value, above=0.0)
+            if value > most:
+                raise ConfigError(f"{name} of log-normal lengths must be at most {most:,}, got {value!r}")
 
     @property
     def mean(self) -> float:
@@ -77,7 +87,7 @@ class LogNormal:
     def draw(self, rng: random.Random) -> int:
         # The inverse CDF takes exactly one number from the generator, so that streams of draws stay aligned.
         quantile = min(max(rng.random(), 1e-12), 1 - 1e-12)
-        return _at_least_one(self.median * math.exp(self.sigma * NormalDist().inv_cdf(quantile)))
+        return min(MOST_TOKENS, _at_least_one(self.median * math.exp(self.sigma * NormalDist().inv_cdf(quantile))))
 
     def scaled(self, factor: float) -> LogNormal:
         return LogNormal(self.median * factor, self.sigma)
@@ -94,4 +104,4 @@ class LogNormal:
 
 
 def _at_least_one(tokens: float) -> int:
-    return max(1, round(tokens))
+    return max(1, round(tokens)) if math.isfinite(tokens) else MOST_TOKENS + 1  # which nobody accepts

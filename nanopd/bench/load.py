@@ -17,17 +17,19 @@ from nanopd.bench.flights import Flights
 from nanopd.bench.records import Outcome, RequestRecord
 from nanopd.bench.target import Target
 from nanopd.bench.workload import Arrival, Schedule
+from nanopd.costmodel.checks import check_number, shown
 from nanopd.engine.sampling_params import SamplingParams
 from nanopd.errors import ConfigError, EngineClosedError, NanoPDError, UnknownRequestError
 
 LEAD_S = 0.02  # the start lies that far in the future, so that the first request is not late by a thread's start
 GRACE_S = 10.0  # for the last outputs of aborted requests: a step that runs must end first
 GLANCE_S = 0.05  # how often the watcher looks
+NAP_S = 3600.0  # the longest that a pacer sleeps at once: a thread cannot wait for 300 years
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a run is done. Raises ConfigError for negative times.
+    """How a run is done. Raises ConfigError for times that are negative or not finite.
 
     * ``timeout_s``: a client gives up that long after the scheduled arrival: abort, counted as timed out.
     * ``drain_s``: how long after the end of the schedule to wait for what is in flight; the rest is ``unfinished``.
@@ -42,8 +44,10 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         for name, value in (("timeout_s", self.timeout_s), ("drain_s", self.drain_s), ("warmup_s", self.warmup_s)):
-            if value is not None and not value >= 0:
-                raise ConfigError(f"{name} must be a number of seconds >= 0, got {value}")
+            if value is not None or name != "timeout_s":
+                check_number(name, value, unit="seconds")
+        if not isinstance(self.stream, bool):
+            raise ConfigError(f"stream must be True or False, got {shown(self.stream)}")
 
 
 def run_load(
@@ -116,7 +120,7 @@ class _Pacer:
             for arrival, prompt, params in self.requests:
                 due = self.start + arrival.time_s
                 while (rest := due - self.target.clock()) > 0 and not self._stopped.is_set():
-                    self._wait(rest)
+                    self._wait(min(rest, NAP_S))
                 if self._stopped.is_set():
                     return
                 self._send(arrival, prompt, params, due)

@@ -17,20 +17,24 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nanopd.bench.records import DROPS, Outcome, RequestRecord
+from nanopd.costmodel.checks import check_count, check_number, is_number, shown
 from nanopd.errors import ConfigError, CounterError, ReportError
 
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """What a request must meet, in seconds. None: no limit. Raises ConfigError for limits that are not positive."""
+    """What a request must meet, in seconds. None: no limit.
+
+    Raises ConfigError for limits that are not positive and finite.
+    """
 
     ttft_s: float | None = None
     tpot_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, limit in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):
-            if limit is not None and not limit > 0:
-                raise ConfigError(f"{name} of an SLO must be a positive number of seconds, got {limit}")
+            if limit is not None:
+                check_number(f"{name} of an SLO", limit, above=0.0, unit="seconds")
 
     def met_by(self, record: RequestRecord) -> bool:
         """Both limits together. A request of one token has no TPOT and cannot miss it."""
@@ -141,8 +145,8 @@ class Summary:
 
 def percentile(ordered: Sequence[float], q: float) -> float:
     """The q-th percentile of ascending values, interpolated linearly. Raises ConfigError without values."""
-    if not ordered or not 0 <= q <= 100:
-        raise ConfigError(f"a percentile needs values and q in [0, 100], got {len(ordered)} values and {q}")
+    if not ordered or not (is_number(q) and 0 <= q <= 100):
+        raise ConfigError(f"a percentile needs values and q in [0, 100], got {len(ordered)} values and {shown(q)}")
     position = (len(ordered) - 1) * q / 100
     below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
@@ -166,12 +170,14 @@ def summarize(
         CounterError: the measured records are not ``offered`` many, or one is there twice.
         ConfigError: the warm-up leaves no window, or there is no GPU.
     """
-    if not 0 <= warmup_s < duration_s:
+    check_number("duration_s", duration_s, above=0.0, unit="seconds")
+    check_number("warmup_s", warmup_s, unit="seconds")
+    check_count("offered", offered)
+    check_count("num_gpus", num_gpus, least=1)
+    if warmup_s >= duration_s:
         raise ConfigError(
             f"the warm-up must be at least 0 s and end before the {duration_s:g} s are over: {warmup_s:g}"
         )
-    if num_gpus < 1:
-        raise ConfigError(f"num_gpus must be at least 1, got {num_gpus}")
     measured = [r for r in records if r.time_s >= warmup_s]
     if len({r.index for r in measured}) != len(measured):
         raise CounterError(f"{len(measured)} records of {len({r.index for r in measured})} requests")

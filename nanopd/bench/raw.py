@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nanopd.bench.records import RequestRecord
+from nanopd.costmodel.files import write_whole
 from nanopd.errors import ReportError
 
 SCHEMA = "nanopd-serving-records/1"
@@ -16,12 +16,8 @@ SCHEMA = "nanopd-serving-records/1"
 
 def write_records(path: Path, header: Mapping[str, Any], records: Sequence[RequestRecord]) -> None:
     """Whole or not at all: what is there under this name is a finished run."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        for row in ({"schema": SCHEMA, **header}, *(r.to_json() for r in records), {"end": len(records)}):
-            file.write(json.dumps(row) + "\n")
-    os.replace(partial, path)
+    rows = ({"schema": SCHEMA, **header}, *(r.to_json() for r in records), {"end": len(records)})
+    write_whole(path, (json.dumps(row) + "\n" for row in rows))
 
 
 def read_records(path: Path, header: Mapping[str, Any] | None = None) -> list[RequestRecord]:
@@ -31,7 +27,7 @@ def read_records(path: Path, header: Mapping[str, Any] | None = None) -> list[Re
     """
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ReportError(f"cannot read the records {path}: {error}") from error
     if not rows or not isinstance(rows[0], dict) or rows[0].get("schema") != SCHEMA:
         raise ReportError(f"{path} does not begin with a header of schema {SCHEMA!r}")

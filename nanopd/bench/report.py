@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -15,6 +14,7 @@ from nanopd.bench.goodput import Goodput, Probe
 from nanopd.bench.hardware import Hardware, check_equal
 from nanopd.bench.metrics import SLO, Summary
 from nanopd.bench.records import Outcome, RequestRecord
+from nanopd.costmodel.files import write_whole
 from nanopd.errors import ReportError
 
 SCHEMA = "nanopd-serving-benchmark/1"
@@ -99,12 +99,7 @@ class Report:
 
     def save(self, path: str | Path) -> Path:
         """Write the JSON, whole or not at all; returns the path."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, path)
-        return path
+        return write_whole(path, [json.dumps(self.to_json(), indent=1) + "\n"])
 
 
 def make_report(results: list[Result], hardware: Mapping[str, Hardware], *, allow_unequal: bool, **rest: Any) -> Report:
@@ -128,7 +123,7 @@ def load_report(path: str | Path) -> Report:
     """Read what ``Report.save`` wrote. Raises ReportError if the file is missing, damaged or of another version."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ReportError(f"cannot read the report {path}: {error}") from error
     return Report.from_json(data, str(path))
 

@@ -26,11 +26,13 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
+from nanopd.bench.lengths import MOST_TOKENS
 from nanopd.bench.workload import Arrival, Schedule
-from nanopd.errors import ConfigError, TraceError
+from nanopd.costmodel.checks import check_count, check_number
+from nanopd.errors import TraceError
 
 MOONCAKE_BLOCK = 512  # prompt tokens per hash id
-MOST_TOKENS = 10_000_000  # a longer prompt is a typing error
+_MORE = "values beyond the header"
 AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -68,12 +70,16 @@ def read_azure(path: str | Path) -> Iterator[Arrival]:
     """Arrivals in file order; times in seconds after the first. Raises TraceError, naming line and field."""
     previous = start = None
     with _open(path) as file:
-        rows = csv.DictReader(file, skipinitialspace=True)
+        rows = csv.DictReader(file, restkey=_MORE, skipinitialspace=True)
         missing = [name for name in AZURE_FIELDS if name not in (rows.fieldnames or ())]
         if missing:
             raise Where(Path(path), 1).error(missing[0], f"is missing; the header has {rows.fieldnames or 'nothing'}")
+        if twice := [name for name in AZURE_FIELDS if (rows.fieldnames or ()).count(name) > 1]:
+            raise Where(Path(path), 1).error(twice[0], f"is there twice; the header has {rows.fieldnames}")
         for index, row in enumerate(_csv_rows(rows, Path(path))):
             where = Where(Path(path), rows.line_num)
+            if row.pop(_MORE, None) is not None:
+                raise TraceError(f"{path}:{rows.line_num}: more values than the header has fields")
             time = _moment(row["TIMESTAMP"], where)
             start = time if start is None else start
             if previous is not None and time < previous:
@@ -129,10 +135,13 @@ def load_trace(
         ConfigError: an argument is out of range.
     """
     for name, value in (("speed", speed), ("length_scale", length_scale)):
-        if not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"{name} must be a positive number, got {value}")
-    if limit is not None and limit < 1:
-        raise ConfigError(f"limit must be at least 1 request, got {limit}")
+        check_number(name, value, above=0.0)
+    if limit is not None:
+        check_count("limit", limit, least=1)
+    if jitter_s is not None:
+        check_number("jitter_s", jitter_s, unit="seconds")
+    for name, most in (("max_prompt", max_prompt), ("max_output", max_output)):
+        check_count(name, most, least=1)
     read = read_azure if Path(path).suffix.lower() == ".csv" else read_mooncake
     if jitter_s is None:
         jitter_s = quantum(a.time_s for a in islice(read(path), 1000))
@@ -175,15 +184,21 @@ def _scaled(arrival: Arrival, first_s: float, speed: float, length_scale: float)
     return replace(
         arrival,
         time_s=(arrival.time_s - first_s) / speed,
-        prompt_tokens=max(1, round(arrival.prompt_tokens * length_scale)),
-        output_tokens=max(1, round(arrival.output_tokens * length_scale)),
-        prefix_block=max(1, round(arrival.prefix_block * length_scale)),
+        prompt_tokens=_times(arrival.prompt_tokens, length_scale),
+        output_tokens=_times(arrival.output_tokens, length_scale),
+        prefix_block=_times(arrival.prefix_block, length_scale),
     )
 
 
+def _times(tokens: int, factor: float) -> int:
+    return max(1, round(min(tokens * factor, MOST_TOKENS)))  # maxima clip, and count, what is still too long
+
+
 def _open(path: str | Path) -> Any:
+    if not isinstance(path, str | Path):  # an int would open a descriptor of this process
+        raise TraceError(f"a trace is a file, got {path!r:.80}")
     try:
-        return open(path, encoding="utf-8", errors="replace", newline="")
+        return open(path, encoding="utf-8-sig", errors="replace", newline="")  # some begin with a byte order mark
     except OSError as error:
         raise TraceError(f"cannot read the trace {path}: {error.strerror or error}") from error
 
@@ -235,7 +250,7 @@ def _moment(text: str | None, where: Where) -> datetime:
     """Without a zone, so that all can be subtracted: in UTC where one is given."""
     try:
         moment = datetime.fromisoformat((text or "").strip())
-    except ValueError as error:
+        return moment.astimezone(UTC).replace(tzinfo=None) if moment.tzinfo else moment
+    except (ValueError, OverflowError) as error:  # the first day of the year 1, in a zone of the east
         expected = "must be a date and time like 2023-11-16 18:17:03.97"
         raise where.error("TIMESTAMP", f"{expected}, got {text!r:.60}") from error
-    return moment.astimezone(UTC).replace(tzinfo=None) if moment.tzinfo else moment

@@ -13,7 +13,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from nanopd.bench.lengths import Fixed, Lengths
+from nanopd.bench.lengths import MOST_TOKENS, Fixed, Lengths
+from nanopd.costmodel.checks import check_count, check_number, shown
 from nanopd.errors import ConfigError
 
 MOST_ARRIVALS = 1_000_000
@@ -56,8 +57,8 @@ class Documents:
     tokens: int
 
     def __post_init__(self) -> None:
-        if self.count < 1 or self.tokens < 1:
-            raise ConfigError(f"there must be at least 1 document of 1 token, got {self.count} of {self.tokens}")
+        check_count("the number of documents", self.count, least=1, most=MOST_ARRIVALS)
+        check_count("tokens of a document", self.tokens, least=1, most=MOST_TOKENS)
 
     def blocks(self, document: int) -> tuple[int, ...]:
         """Ids of its blocks, below 0: their tokens do not depend on the rate, see `Schedule.prompt`."""
@@ -92,12 +93,12 @@ class Workload:
     source: str = ""  # where the lengths come from
 
     def __post_init__(self) -> None:
-        if not self.parts or any(not part.weight > 0 for part in self.parts):
-            raise ConfigError(f"workload {self.name!r} needs parts of positive weight")
-        if self.max_prompt < 1 or self.max_output < 1:
-            raise ConfigError(
-                f"maxima of workload {self.name!r} must be at least 1 token, got {self.max_prompt}, {self.max_output}"
-            )
+        if not isinstance(self.parts, tuple) or not self.parts or not all(isinstance(p, Part) for p in self.parts):
+            raise ConfigError(f"workload {self.name!r} needs a tuple of parts, got {shown(self.parts)}")
+        for part in self.parts:
+            check_number(f"the weight of a part of workload {self.name!r}", part.weight, above=0.0)
+        for name in ("max_prompt", "max_output"):
+            check_count(f"{name} of workload {self.name!r}", getattr(self, name), least=1)
 
     @classmethod
     def fixed(cls, prompt: int, output: int) -> Workload:
@@ -116,8 +117,7 @@ class Workload:
 
     def scaled(self, factor: float) -> Workload:
         """All lengths and maxima times ``factor``: the same shape for a smaller model."""
-        if not factor > 0:
-            raise ConfigError(f"a workload can be scaled by a positive factor, got {factor}")
+        check_number("the scale of a workload", factor, above=0.0)
         parts = tuple(
             replace(p, prompt=p.prompt.scaled(factor), output=p.output.scaled(factor), documents=_scaled(p, factor))
             for p in self.parts
@@ -126,21 +126,20 @@ class Workload:
             self,
             name=f"{self.name}*{factor:g}" if factor != 1 else self.name,
             parts=parts,
-            max_prompt=max(1, round(self.max_prompt * factor)),
-            max_output=max(1, round(self.max_output * factor)),
+            max_prompt=max(1, round(min(self.max_prompt * factor, MOST_TOKENS))),
+            max_output=max(1, round(min(self.max_output * factor, MOST_TOKENS))),
         )
 
     def fitting(self, max_model_len: int) -> Workload:
         """Maxima lowered until prompt and output fit into ``max_model_len`` together; outputs keep at most half."""
-        if max_model_len < 2:
-            raise ConfigError(f"a request needs at least 2 tokens, the model's length is {max_model_len}")
+        check_count("max_model_len, prompt and output together,", max_model_len, least=2)
         output = min(self.max_output, max_model_len // 2)
         return replace(self, max_output=output, max_prompt=min(self.max_prompt, max_model_len - output))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Arrivals in order of time, and what they were made from."""
+    """Arrivals in order of time, and what they were made from. Raises ConfigError for a duration that is none."""
 
     name: str
     arrivals: tuple[Arrival, ...]
@@ -148,6 +147,9 @@ class Schedule:
     seed: int
     note: str = ""  # source of the lengths, what was done to the times
     salt: str = ""  # part of the seed of the token ids
+
+    def __post_init__(self) -> None:
+        check_number("the duration of a schedule", self.duration_s, above=0.0, unit="seconds")
 
     def __len__(self) -> int:
         return len(self.arrivals)
@@ -170,6 +172,7 @@ class Schedule:
 
         Tokens under a shared prefix id depend on that id (below 0: and on no rate), all others on the request.
         """
+        check_count("vocab_size", vocab_size, least=1, most=MOST_TOKENS)
         tokens: list[int] = []
         for block in arrival.prefix:
             size = min(arrival.prefix_block, arrival.prompt_tokens - len(tokens))
@@ -184,6 +187,8 @@ class Schedule:
         """The same requests, times stretched so that ``rate`` of them come per second. Its tokens are others."""
         _check_rate(rate)
         factor = self.rate / rate
+        if not 0.0 < self.duration_s * factor < math.inf:
+            raise ConfigError(f"{len(self)} requests cannot be stretched to {rate:g} of them per second")
         arrivals = tuple(replace(a, time_s=a.time_s * factor) for a in self.arrivals)
         note = f"{self.note}; times multiplied by {factor:.4g}".lstrip("; ")
         return replace(
@@ -192,8 +197,7 @@ class Schedule:
 
     def until(self, duration_s: float) -> Schedule:
         """What arrives in the first ``duration_s`` seconds; all of it if it is over before."""
-        if not duration_s > 0:
-            raise ConfigError(f"the duration must be a positive number of seconds, got {duration_s}")
+        check_number("the duration", duration_s, above=0.0, unit="seconds")
         if duration_s >= self.duration_s:
             return self
         arrivals = tuple(a for a in self.arrivals if a.time_s < duration_s)
@@ -220,8 +224,7 @@ def poisson(workload: Workload, rate: float, duration_s: float, seed: int = 0) -
     Raises ConfigError for a rate or duration that is not positive, or for more than a million arrivals.
     """
     _check_rate(rate)
-    if not (duration_s > 0 and math.isfinite(duration_s)):
-        raise ConfigError(f"the duration must be a positive number of seconds, got {duration_s}")
+    check_number("the duration", duration_s, above=0.0, unit="seconds")
     if rate * duration_s > MOST_ARRIVALS:
         raise ConfigError(f"rate {rate:g} for {duration_s:g} s makes over {MOST_ARRIVALS:,} arrivals")
     gaps, lengths = random.Random(f"{seed}/gaps"), random.Random(f"{seed}/lengths")
@@ -271,8 +274,7 @@ def _scaled(part: Part, factor: float) -> Documents | None:
 
 
 def _check_rate(rate: float) -> None:
-    if not (rate > 0 and math.isfinite(rate)):
-        raise ConfigError(f"the rate must be a positive number of requests per second, got {rate}")
+    check_number("the rate", rate, above=0.0, unit="requests per second")
 
 
 def total_tokens(arrivals: Sequence[Arrival]) -> tuple[int, int]:

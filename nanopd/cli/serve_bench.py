@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +19,18 @@ from nanopd.bench.metrics import SLO, Percentiles
 from nanopd.bench.named import named_workload, workload_names
 from nanopd.bench.report import Report
 from nanopd.bench.traces import load_trace
-from nanopd.bench.workload import Schedule, schedules
+from nanopd.bench.workload import Schedule, Workload, schedules
+from nanopd.costmodel.checks import check_count, check_number
+from nanopd.costmodel.files import check_writable
+from nanopd.costmodel.hardware_profile import load_profile
 from nanopd.errors import ConfigError
+from nanopd.router.policies import make_policy, policy_class
 from nanopd.workers.spec import DeviceSpec, parse_devices
 
 if TYPE_CHECKING:
     from nanopd.model.loader import LoadedModel
 
+MOST_RATE = 1_000_000  # requests per second
 PURE = ("collocated", "disaggregated")  # strategies that use only workers of their own kind
 
 
@@ -94,16 +101,18 @@ def run_bench(
 
     wanted = parse_rates(rates)
     check_paths(out, figures)
+    check_times(duration, options)
     slo = SLO(slo_ttft_ms / 1e3, slo_tpot_ms / 1e3)
     default = str(resolve_device(None))
     places = Places.parse(collocated, prefill, decode, default)
     names = list(strategies) or places.strategies()
+    policy = policy_maker(profile, policy_options, slo_ttft_ms, slo_tpot_ms)
+    check_strategies(names, policy_options)
     first = (places.collocated or places.prefill)[0]
     loaded = load_model(model, device=first.device, dtype=dtype)
     limits = {key: value for key, value in cluster_options.items() if value is not None}
     longest = limits.get("max_model_len") or loaded.config.max_position_embeddings
     schedule_at = arrivals(workload, duration, seed, scale=scale, limit=limit, max_model_len=longest)
-    policy = policy_maker(profile, policy_options, slo_ttft_ms, slo_tpot_ms)
     raw = out.with_suffix(".records") if out else None
     if raw is not None and raw.exists():
         print(f"runs whose records are in {raw} are not repeated; delete it to measure them again")
@@ -135,27 +144,54 @@ def run_bench(
 
 def check_paths(out: Path | None, figures: Path | None) -> None:
     """Raises ConfigError before anything is measured that could not be written afterwards."""
-    if out is not None and out.is_dir():
-        raise ConfigError(f"--out {out} is a folder: name a file")
-    if figures is not None and figures.exists() and not figures.is_dir():
-        raise ConfigError(f"--figures {figures} is a file: name a folder")
+    if out is not None:
+        if out.suffix == ".records":
+            raise ConfigError(f"--out {out}: a name that ends in .records is the folder of a run's raw records")
+        check_writable("--out", out)
+    if figures is not None:
+        if figures.exists() and not figures.is_dir():
+            raise ConfigError(f"--figures {figures} is a file: name a folder")
+        check_writable("--figures", figures / "figure.png")
+
+
+def check_times(duration: float, options: LoadOptions) -> None:
+    """Raises ConfigError before a model is loaded for a run that would measure nothing."""
+    check_number("the duration", duration, above=0.0, unit="seconds")
+    if options.warmup_s >= duration:
+        raise ConfigError(f"a warm-up of {options.warmup_s:g} s leaves nothing of {duration:g} s to measure")
+
+
+def check_strategies(names: Sequence[str], policy_options: Sequence[str]) -> None:
+    """Raises ConfigError for a name that no policy has, and for policy options that no strategy takes."""
+    for name in names:
+        policy_class(name)
+    if policy_options and all(name in PURE for name in names):
+        raise ConfigError(f"--policy {policy_options[0]}: {' and '.join(names)} have no options; name a --strategy")
 
 
 def arrivals(
     workload: str, duration: float, seed: int, *, scale: float, limit: int | None, max_model_len: int
 ) -> Callable[[float], Schedule]:
     """rate -> arrivals, of a named workload, PROMPT:OUTPUT tokens, or a trace. Raises ConfigError, TraceError."""
+    if limit is not None:
+        check_count("--limit", limit, least=1)
     if Path(workload).suffix.lower() in (".jsonl", ".csv"):
+        check_count("--max-model-len, prompt and output together,", max_model_len, least=2)
         output = max_model_len // 2
         trace = load_trace(
             workload, seed=seed, limit=limit, length_scale=scale, max_prompt=max_model_len - output, max_output=output
         )
         return lambda rate: trace.at_rate(rate).until(duration)
-    prompt_tokens, colon, output_tokens = workload.partition(":")
-    if colon and prompt_tokens.isdecimal() and output_tokens.isdecimal():
-        from nanopd.bench.workload import Workload
-
-        made = Workload.fixed(int(prompt_tokens), int(output_tokens))
+    if limit is not None:
+        raise ConfigError(f"--limit {limit} cuts a trace, and {workload!r} is none: use --duration")
+    if lengths := re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", workload):
+        made = Workload.fixed(int(lengths[1]), int(lengths[2]))
+        fixed = made.scaled(scale)
+        if fixed.max_prompt + fixed.max_output > max_model_len:  # others are cut, and say so; this one was asked for
+            raise ConfigError(
+                f"workload {workload}: {fixed.max_prompt:,} and {fixed.max_output:,} tokens are more than the "
+                f"{max_model_len:,} that prompt and output may have together"
+            )
     elif workload in workload_names():
         made = named_workload(workload)
     else:
@@ -170,9 +206,9 @@ def parse_rates(text: str) -> list[float]:
     try:
         rates = [float(part) for part in text.split(",")]
     except ValueError as error:
-        raise ConfigError(f"rates are numbers separated by commas, got {text!r}") from error
-    if not all(0 < rate < 1e6 for rate in rates):
-        raise ConfigError(f"rates must be positive numbers of requests per second, got {text!r}")
+        raise ConfigError(f"rates are numbers separated by commas, got {text!r:.80}") from error
+    if not all(0 < rate < MOST_RATE for rate in rates):
+        raise ConfigError(f"rates must be above 0 and below {MOST_RATE:,} requests per second, got {text!r:.80}")
     return rates
 
 
@@ -181,8 +217,9 @@ def policy_maker(
 ) -> Callable[[str], Callable[[], Any]]:
     """strategy -> policy factory. ``settings``: "key=value" for policies that are neither pure nor without options.
 
-    Raises ConfigError for a setting that is none.
+    Raises ConfigError for a setting that is none, and a profile that does not exist, whoever needs it.
     """
+    hardware = None if profile is None else load_profile(profile)
     options: dict[str, Any] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -190,24 +227,25 @@ def policy_maker(
             raise ConfigError(f"a policy option is written KEY=VALUE, got {setting!r}")
         try:
             options[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
             options[key] = value
 
     def make(name: str) -> Any:
-        from nanopd.router.policies import make_policy, policy_class
-
-        policy_class(name)  # an unknown name is said before a missing profile
+        takes = inspect.signature(policy_class(name)).parameters  # an unknown name is said before a missing profile
         if name in PURE:
             return make_policy(name)
         if name == "slo":
-            from nanopd.costmodel.hardware_profile import load_profile
-
-            if profile is None:
+            if hardware is None:
                 raise ConfigError("strategy 'slo' predicts step times: give --profile (see `nanopd profile`)")
-            fixed = {"models": load_profile(profile).step_time, "ttft_ms": ttft_ms, "tpot_ms": tpot_ms}
+            hardware.step_model()  # raises if the profile has none
+            fixed = {"models": hardware.step_time, "ttft_ms": ttft_ms, "tpot_ms": tpot_ms}
             if twice := sorted(set(fixed) & set(options)):
                 raise ConfigError(f"{', '.join(twice)} of strategy 'slo': use --profile, --slo-ttft and --slo-tpot")
             return make_policy(name, **fixed, **options)
+        if "profile" in takes and "profile" not in options:
+            if hardware is None:
+                raise ConfigError(f"strategy {name!r} needs a hardware profile: give --profile (see `nanopd profile`)")
+            return make_policy(name, profile=hardware, **options)
         return make_policy(name, **options)
 
     return lambda name: lambda: make(name)
@@ -263,6 +301,8 @@ def show(report: Report, console: Console) -> None:
     console.print("\nLatencies of completed requests from their scheduled arrival: p50/p90/p99.")
     console.print("2nd: gap before the second token; ITL: gaps between all tokens; both p99, ms.")
     console.print(times)
+    for line in _clipped(report):
+        console.print(line)
     limits = f"TTFT <= {_one(report.slo.ttft_s, 1e3)} ms and TPOT <= {_one(report.slo.tpot_s, 1e3)} ms"
     console.print(f"\nSLO: {limits}; {report.comparison}")
     for name, found in report.goodput.items():
@@ -272,6 +312,18 @@ def show(report: Report, console: Console) -> None:
             "No request met the SLO at any rate, so nothing can be compared: lower --rate, take a workload with "
             "shorter prompts and outputs, or allow more with --slo-ttft and --slo-tpot."
         )
+
+
+def _clipped(report: Report) -> list[str]:
+    """What was cut so that it fits, which a reader of the workload's name would not expect."""
+    said = []
+    for rate, plan in dict(report.options.get("arrivals", {})).items():
+        prompts, outputs, offered = plan["clipped_prompts"], plan["clipped_outputs"], plan["offered"]
+        if prompts or outputs:
+            said.append(
+                f"At {float(rate):g}/s {prompts} prompts and {outputs} outputs of {offered} requests were cut to fit."
+            )
+    return said
 
 
 def _table(*headings: str) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,7 +18,17 @@ from nanopd.bench.metrics import SLO
 from nanopd.bench.report import basic_environment
 from nanopd.bench.target import Target
 from nanopd.bench.workload import Schedule
-from nanopd.cli.serve_bench import PURE, arrivals, check_paths, parse_rates, policy_maker, save_figures, show
+from nanopd.cli.serve_bench import (
+    PURE,
+    arrivals,
+    check_paths,
+    check_strategies,
+    check_times,
+    parse_rates,
+    policy_maker,
+    save_figures,
+    show,
+)
 from nanopd.costmodel.hardware_profile import load_profile
 from nanopd.errors import ConfigError
 from nanopd.router.predictor import OutputLengthPredictor
@@ -103,7 +114,11 @@ def run_simulate(
     cluster_options: dict[str, Any],
 ) -> None:
     """See the command's options. Raises NanoPDError."""
+    if search:
+        _check_search(strategies, policy_options, counts, options, figures)
+    wanted = parse_rates(rates)
     check_paths(out, figures)
+    check_times(duration, options)
     profile = load_profile(hardware)
     slo = SLO(slo_ttft_ms / 1e3, slo_tpot_ms / 1e3)
     cluster = SimulatedCluster(profile, ["cuda:0"], **{k: v for k, v in cluster_options.items() if v is not None})
@@ -120,6 +135,7 @@ def run_simulate(
         return
     schedule_at = arrivals(workload, duration, seed, scale=1.0, limit=limit, max_model_len=cluster.max_model_len)
     names = list(strategies) or counts.strategies()
+    check_strategies(names, policy_options)
     policy = policy_maker(hardware, policy_options, slo_ttft_ms, slo_tpot_ms)
 
     def run(target: Target, schedule: Schedule) -> list[Any]:
@@ -129,7 +145,7 @@ def run_simulate(
     report = compare_strategies(
         [_strategy(name, counts.of(name).on(cluster), policy(name)) for name in names],
         schedule_at,
-        parse_rates(rates),
+        wanted,
         slo=slo,
         vocab_size=VOCAB,
         options=options,
@@ -142,6 +158,21 @@ def run_simulate(
         print(f"written: {report.save(out)}")
     if figures is not None:
         save_figures(report, figures)
+
+
+def _check_search(
+    strategies: Sequence[str], policy_options: Sequence[str], counts: Counts, options: LoadOptions, figures: Path | None
+) -> None:
+    """Raises ConfigError for options that a search would not look at."""
+    unused = {
+        "--strategy": strategies,
+        "--policy": policy_options,
+        "--split": counts.split,
+        "--figures": figures,
+        "--timeout, --warmup or --drain": options != LoadOptions(),
+    }
+    if given := [name for name, value in unused.items() if value]:
+        raise ConfigError(f"--search tries every layout with the policy that it is for: drop {', '.join(given)}")
 
 
 def _strategy(name: str, cluster: SimulatedCluster, policy: Callable[[], Any]) -> Strategy:
@@ -185,6 +216,12 @@ def show_search(found: Search, console: Console) -> None:
             trial.verdict,
         )
     console.print(table)
+    if not found.best.per_gpu:
+        console.print(
+            f"No layout met the SLO at any rate, after {found.num_runs} runs: take a workload with shorter prompts and "
+            "outputs, a longer --duration, or allow more with --slo-ttft and --slo-tpot."
+        )
+        return
     console.print(f"{found.best.layout}: {found.best.per_gpu:.4g} requests/s per GPU, after {found.num_runs} runs")
 
 
@@ -193,6 +230,6 @@ def parse_split(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     parts = text.split("/")
-    if len(parts) != 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+    if len(parts) != 2 or not all(re.fullmatch(r"0*[1-9][0-9]{0,3}", part) for part in parts):
         raise ConfigError(f"a split is SMS_FOR_DECODE/SMS_FOR_PREFILL, such as 48/84, got {text!r}")
     return int(parts[0]), int(parts[1])

@@ -118,7 +118,7 @@ def _decode_rate(worker: Worker, sizes: Sizes, slo: SLO, chunk_per_decode: float
         seconds = _seconds(worker, _plan(batch, context, [(0, chunk)] if chunk else []))
         if slo.tpot_s is not None and seconds > slo.tpot_s and batch > 1:
             break
-        best = max(best, batch / seconds)
+        best = max(best, batch / seconds if seconds else float("inf"))
         batch = batch + 1 if batch < 16 else batch + batch // 8
     return best * len(sizes) / steps * 1.1  # batch sizes between those tried, and outputs that end unevenly
 

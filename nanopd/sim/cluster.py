@@ -6,13 +6,13 @@ comes from a hardware profile.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from nanopd.bench.hardware import Hardware
+from nanopd.costmodel.checks import check_count, check_number, shown
 from nanopd.costmodel.hardware_profile import BUSY, HardwareProfile
 from nanopd.engine.plan import SchedulerConfig
 from nanopd.engine.scheduler import Scheduler
@@ -22,13 +22,13 @@ from nanopd.kv.fingerprint import LayoutFingerprint
 from nanopd.model.presets import presets
 from nanopd.router.central import CentralConfig, Predictor
 from nanopd.router.decision import Policy
-from nanopd.sim.devices import device_blocks
+from nanopd.sim.devices import MOST_BLOCKS, NUM_SMS, device_blocks
 from nanopd.sim.driver import VirtualDriver
 from nanopd.sim.durations import StepTime, analytical, modelled, stretched
 from nanopd.sim.link import Lane, SimulatedLink
 from nanopd.sim.runner import SimulatedRunner
 from nanopd.workers.pools import Placement, placements, plan_pools
-from nanopd.workers.spec import DeviceSpec
+from nanopd.workers.spec import DeviceSpec, check_specs
 from nanopd.workers.worker import CollocatedWorker, DecodeWorker, PrefillWorker, Role, Worker
 
 TURNS = 2.0  # slow-down of workers that each use a whole card: they take turns
@@ -80,8 +80,22 @@ class SimulatedCluster:
     partition_slowdown: float = 1.24  # decodes on 84 of an H200's 132 SMs beside a prefill
 
     def __post_init__(self) -> None:
-        if not (self.host_s >= 0 and math.isfinite(self.host_s)):
-            raise ConfigError(f"the host's time per step must be at least 0 s and finite, got {self.host_s!r}")
+        if not isinstance(self.profile, HardwareProfile):
+            raise ConfigError(f"profile must be a HardwareProfile, got {shown(self.profile)}")
+        for name in ("elastic", "enable_prefix_caching"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {shown(getattr(self, name))}")
+        check_number("host_s, the host's time per step,", self.host_s, unit="seconds")
+        # Also of links that this layout does not have: nobody gives a bandwidth of 0 on purpose.
+        check_number("latency_s of a simulated link", self.latency_s, unit="seconds")
+        for name, value in (("link_gb_s", self.link_gb_s), ("bus_gb_s", self.bus_gb_s)):
+            if value is not None:
+                check_number(f"{name} of a simulated link", value, above=0.0, unit="GB/s")
+        check_number("partition_slowdown", self.partition_slowdown, least=1.0)
+        if self.num_blocks is not None:
+            check_count("num_blocks", self.num_blocks, least=1, most=MOST_BLOCKS)
+        check_count("block_size", self.block_size, least=1)
+        self._check_sms()
         self._build()  # what is wrong shows now
 
     @property
@@ -136,10 +150,19 @@ class SimulatedCluster:
         workers = [built[placement.name] for placement in where]
         return workers, self._links(workers)
 
+    def _check_sms(self) -> None:
+        """SMs of one card are given away once, where it is known how many it has."""
+        known = NUM_SMS.get(self.profile.device)
+        specs = [placement.spec for placement in self._placements()]
+        if known is not None:
+            check_specs(specs, num_sms=dict.fromkeys((spec.device for spec in specs), known))
+
     def _pool_blocks(self, share: float) -> int:
         if self.num_blocks is not None:
             return self.num_blocks
-        return max(1, int(device_blocks(self.profile, self.block_size, self.memory_gb) * share))
+        blocks = max(1, int(device_blocks(self.profile, self.block_size, self.memory_gb) * share))
+        check_count("KV blocks of a simulated pool, by the memory of its device,", blocks, most=MOST_BLOCKS)
+        return blocks
 
     def _worker(self, placement: Placement, manager: BlockManager, has_neighbours: bool) -> Worker:
         takes_prompts = self.elastic and placement.role is Role.DECODE

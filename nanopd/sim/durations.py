@@ -6,15 +6,15 @@ which nothing else is known; and a list of durations, recorded or drawn.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 
 from nanopd.costmodel.analytical import AnalyticalModel
+from nanopd.costmodel.checks import check_number
 from nanopd.costmodel.features import StepFeatures
 from nanopd.costmodel.hardware_profile import HardwareProfile
 from nanopd.costmodel.step_time import StepTimeModel
 from nanopd.engine.plan import StepPlan
-from nanopd.errors import ConfigError, SimulationError
+from nanopd.errors import SimulationError
 
 StepTime = Callable[[StepPlan], float]  # seconds
 
@@ -41,8 +41,7 @@ def analytical(profile: HardwareProfile) -> StepTime:
 
 def stretched(seconds: StepTime, factor: float) -> StepTime:
     """``factor`` times as long. Raises ConfigError unless that is at least 1 and finite."""
-    if not (factor >= 1.0 and math.isfinite(factor)):
-        raise ConfigError(f"the slowdown beside a busy neighbour must be at least 1 and finite, got {factor!r}")
+    check_number("the slowdown beside a busy neighbour", factor, least=1.0)
     return lambda plan: factor * seconds(plan)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from nanopd.costmodel.checks import check_count, shown
 from nanopd.costmodel.hardware_profile import HardwareProfile
 from nanopd.errors import ConfigError
 from nanopd.sim.cluster import SimulatedCluster
 from nanopd.sim.devices import NUM_SMS
+
+MOST_DEVICES = 1024  # of one role: the links between them grow with the square
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +29,18 @@ class Layout:
 
     def __post_init__(self) -> None:
         counts = (self.collocated, self.prefill, self.decode)
+        for name, count in zip(("collocated", "prefill", "decode"), counts, strict=True):
+            check_count(f"{name} devices of a layout", count, most=MOST_DEVICES)
         if min(counts) < 0 or not any(counts) or bool(self.prefill) != bool(self.decode):
             raise ConfigError(
                 f"a layout needs collocated workers, or prefill and decode workers; got {self.collocated} collocated, "
                 f"{self.prefill} prefill, {self.decode} decode"
             )
+        if self.split is not None:
+            if not isinstance(self.split, tuple) or len(self.split) != 2:
+                raise ConfigError(f"a split is a pair of SM counts, (decode, prefill), got {shown(self.split)}")
+            for sms in self.split:
+                check_count("SMs of a split", sms, least=1)
         if self.split is not None and self.prefill != self.decode:
             raise ConfigError(
                 f"a split card has one prefill and one decode worker, got {self.prefill} and {self.decode}"
@@ -67,6 +77,7 @@ class Layout:
 
 def ratios(num_devices: int) -> Iterator[Layout]:
     """Collocated on all devices, then every prefill : decode ratio. Raises ConfigError below one device."""
+    check_count("devices to search layouts of", num_devices, least=1, most=MOST_DEVICES)
     yield Layout(collocated=num_devices)
     for prefill in range(1, num_devices):
         yield Layout(prefill=prefill, decode=num_devices - prefill)

@@ -9,9 +9,9 @@ when the step has ended, since the last layer's bytes cannot leave before.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
+from nanopd.costmodel.checks import check_count, check_number, is_number, shown
 from nanopd.errors import ConfigError
 from nanopd.transfer.handoff import Handoff
 
@@ -20,8 +20,8 @@ class Lane:
     """First in, first out, at ``gb_s`` · 1e9 bytes per second. Raises ConfigError unless that is > 0 and finite."""
 
     def __init__(self, gb_s: float) -> None:
-        if isinstance(gb_s, bool) or not isinstance(gb_s, int | float) or not (math.isfinite(gb_s) and gb_s > 0):
-            raise ConfigError(f"the bandwidth of a simulated link must be above 0 GB/s and finite, got {gb_s!r}")
+        if not is_number(gb_s) or gb_s <= 0:
+            raise ConfigError(f"the bandwidth of a simulated link must be above 0 GB/s and finite, got {shown(gb_s)}")
         self.gb_s = float(gb_s)
         self.free_at = 0.0
         self.busy_s = 0.0
@@ -64,12 +64,9 @@ class SimulatedLink:
     def __init__(
         self, gb_s: float, bytes_per_block: float, num_layers: int = 1, latency_s: float = 0.0, bus: Lane | None = None
     ) -> None:
-        if not (math.isfinite(latency_s) and latency_s >= 0):
-            raise ConfigError(f"the latency of a simulated link must be at least 0 s and finite, got {latency_s!r}")
-        if bytes_per_block <= 0 or num_layers < 1:
-            raise ConfigError(
-                f"a simulated link needs bytes_per_block > 0 and num_layers >= 1, got {bytes_per_block}, {num_layers}"
-            )
+        check_number("latency_s of a simulated link", latency_s, unit="seconds")
+        check_number("bytes_per_block of a simulated link", bytes_per_block, above=0.0)
+        check_count("num_layers of a simulated link", num_layers, least=1)
         self.lane, self.bus = Lane(gb_s), bus
         self.bytes_per_block, self.num_layers, self.latency_s = bytes_per_block, num_layers, latency_s
         self.stalled = False  # set it, and what is sent from then on never arrives

@@ -8,12 +8,12 @@ out again: the events. `nanopd.sim.replay` repeats it.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from nanopd.costmodel.files import write_whole
 from nanopd.engine.request import Request
 from nanopd.errors import ConfigError, NanoPDError, RecordingError
 from nanopd.router.central import CentralScheduler, Event, WorkerStep
@@ -60,22 +60,17 @@ class Recording:
 
     def save(self, path: str | Path) -> Path:
         """Write JSON, whole or not at all; a line per call and per event."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
         rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in self.calls)
         events = ",\n".join(json.dumps([e.time, e.kind, e.subject, e.detail]) for e in self.events)
         head = json.dumps({"format": FORMAT, "setup": self.setup})[:-1]
-        partial.write_text(f'{head}, "calls": [\n{rows}\n], "events": [\n{events}\n]}}\n', encoding="utf-8")
-        os.replace(partial, path)
-        return path
+        return write_whole(path, [f'{head}, "calls": [\n{rows}\n], "events": [\n{events}\n]}}\n'])
 
 
 def load_recording(path: str | Path) -> Recording:
     """Read what ``Recording.save`` wrote. Raises RecordingError if it is missing, damaged or of another version."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise RecordingError(f"cannot read the recording {path}: {error}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise RecordingError(f'{path} is no recording with "format": "{FORMAT}"')

@@ -9,7 +9,6 @@ around what the shorter one found. Every layout that drops out says why.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +19,8 @@ from nanopd.bench.goodput import Goodput, find_goodput
 from nanopd.bench.load import LoadOptions
 from nanopd.bench.metrics import SLO, Summary, summarize
 from nanopd.bench.workload import Schedule
+from nanopd.costmodel.checks import check_number, is_number, shown
+from nanopd.costmodel.files import write_whole
 from nanopd.errors import ConfigError
 from nanopd.router.decision import Policy
 from nanopd.router.policies import AlwaysCollocated, AlwaysDisaggregated
@@ -69,12 +70,7 @@ class Search:
 
     def save(self, path: str | Path, **context: Any) -> Path:
         """Write the JSON, whole or not at all; ``context`` says what was searched. Returns the path."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(self.to_json(**context), indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, path)
-        return path
+        return write_whole(path, [json.dumps(self.to_json(**context), indent=1) + "\n"])
 
 
 def default_policy(layout: Layout) -> Policy:
@@ -116,10 +112,14 @@ def search_layouts(
         cluster: hardware, limits and links; its own places do not matter.
         schedule_at: see `ScheduleAt`; the same arrivals for every layout.
 
-    Raises ConfigError without a layout, or for what a cluster refuses in every one of them.
+    Raises ConfigError without a layout, for a duration or target out of range, or for what a cluster refuses in every
+    layout.
     """
-    if not layouts:
-        raise ConfigError("a search needs at least one layout")
+    if not isinstance(layouts, Sequence) or not layouts or not all(isinstance(one, Layout) for one in layouts):
+        raise ConfigError(f"a search needs at least one layout, got {shown(layouts)}")
+    check_number("the duration of a search", duration_s, above=0.0, unit="seconds")
+    if not (is_number(target) and 0.0 < target < 1.0):
+        raise ConfigError(f"target must be in (0, 1), got {shown(target)}")
     search = _Search(cluster, schedule_at, slo, target, policy)
     with _progress(use_tqdm) as show:
         for share, tolerance in zip(ROUNDS, TOLERANCES, strict=True):
@@ -129,7 +129,8 @@ def search_layouts(
             if share < 1.0:
                 search.halve(duration_s * share, tolerance)
     ranked = sorted(search.trials, key=lambda trial: (trial.duration_s, trial.per_gpu), reverse=True)
-    best = replace(ranked[0], verdict="the highest goodput per device")
+    winner = "the highest goodput per device" if ranked[0].per_gpu else "tried longest; no layout met the SLO"
+    best = replace(ranked[0], verdict=winner)
     others = [t if t.verdict else replace(t, verdict="went all the way, and reached less") for t in ranked[1:]]
     return Search(best, (best, *others))
 
