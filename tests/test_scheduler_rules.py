@@ -192,7 +192,9 @@ def test_first_token_ends_the_sequence(n: int) -> None:
         {"max_model_len": -1},
         {"max_num_batched_tokens": 7, "max_num_seqs": 8},
         {"max_num_seqs": True},
+        {"max_num_seqs": 10**12, "max_num_batched_tokens": 10**12},
     ],
+    ids=lambda values: "-".join(f"{name}={str(value)[:5]}" for name, value in values.items()),
 )
 def test_bad_limits(values: dict[str, int]) -> None:
     with pytest.raises(ConfigError):

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from nanopd.engine.request import Request
 from nanopd.errors import ConfigError
 
+MOST_SEQS = 1 << 16  # buffers are allocated for so many: more is a slip of the pen, and would be a MemoryError
+
 
 @dataclass(slots=True)
 class ScheduledChunk:
@@ -29,12 +31,14 @@ class StepPlan:
 
     ``copies`` are physical (source, destination) block copies to run before the step stores anything; destinations
     are distinct and none is also a source, so they may run in any order. ``preempted`` lost their blocks just now.
+    ``steady``: nobody waits or is in the middle of a prefill, so the next step will likely decode the same requests.
     """
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
     num_decodes: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    steady: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -69,7 +73,9 @@ class SchedulerConfig:
             if name == "chunk_size" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be an int >= 1, got {value!r}")
+                raise ConfigError(f"{name} must be an int >= 1, got {value!r:.60}")
+        if self.max_num_seqs > MOST_SEQS:  # a budget of tokens without limit is capped by the pool; seats are not
+            raise ConfigError(f"max_num_seqs must be at most {MOST_SEQS:,}, got {self.max_num_seqs!r:.60}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

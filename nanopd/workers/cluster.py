@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from nanopd.engine.options import check_options, model_len
+from nanopd.engine.options import check_options, is_int, model_len
 from nanopd.engine.plan import SchedulerConfig
 from nanopd.errors import ConfigError
 from nanopd.kv.block_manager import BlockManager
@@ -103,7 +103,9 @@ class Cluster:
             enable_prefix_caching=enable_prefix_caching,
             enforce_eager=enforce_eager,
             elastic=elastic,
+            use_tqdm=use_tqdm,
         )
+        _check_numbers(graph_sizes, gpu_memory_utilization, max_num_seqs)
         if blas_hint not in get_args(BlasHint):
             raise ConfigError(f"blas_hint must be one of {', '.join(get_args(BlasHint))}, got {blas_hint!r}")
         where = placements(collocated, prefill, decode)
@@ -181,6 +183,20 @@ class Cluster:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _check_numbers(graph_sizes: Any, gpu_memory_utilization: Any, max_num_seqs: Any) -> None:
+    """Raises ConfigError for what a device without CUDA graphs, or a pool of a given size, would never look at."""
+    share = gpu_memory_utilization
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+        raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {share!r:.60}")
+    if graph_sizes is None:
+        return
+    if isinstance(graph_sizes, str) or not isinstance(graph_sizes, Sequence) or not graph_sizes:
+        raise ConfigError(f"graph_sizes must be a list of batch sizes or None, got {graph_sizes!r:.60}")
+    for size in graph_sizes:
+        if not is_int(size) or size < 1 or (is_int(max_num_seqs) and size > max_num_seqs):
+            raise ConfigError(f"graph_sizes must be ints in [1, max_num_seqs = {max_num_seqs}], got {size!r:.60}")
 
 
 def _described(link: Link) -> str:
