@@ -85,15 +85,17 @@ class DecodeGraphs:
         index = bisect.bisect_left(self.sizes, num_seqs)
         return self.sizes[index] if index < len(self.sizes) else None
 
-    def run(self, plan: StepPlan, size: int) -> tuple[Tensor, Tensor]:
+    def run(self, plan: StepPlan, size: int, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Replay the graph of ``size`` for a decode-only plan; capture it first if need be.
+
+        ``tokens``: as for ``InputPacker.pack``.
 
         Returns: logits [n, vocab] and greedy tokens [n] int64 (-1 for rows without a finite maximum), n = number of
             chunks. Views into static buffers: valid until the next run.
         """
         if size not in self._graphs:
             self.capture(size)
-        layout = self._packer.pack_decodes(plan, size)
+        layout = self._packer.pack_decodes(plan, size, tokens)
         packed = layout.tensor(self._packer.device_buffer, "block_tables")
         self._tables[:size, : layout.width].copy_(packed)  # a graph needs one stride for every step
         self.replay(size)

@@ -154,14 +154,17 @@ class InputPacker:
         self._kept_views: dict[tuple[int, int, int, int], _Views] = {}
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
-    def pack(self, plan: StepPlan) -> ForwardBatch:
+    def pack(self, plan: StepPlan, tokens: Tensor | None = None) -> ForwardBatch:
         """The plan as a ``ForwardBatch`` with one row of logits for each chunk that somebody samples from.
+
+        ``tokens``: [number of chunks] int64 on the device: the token ids of a plan of decodes, which the host does not
+        know yet. Negative ones, which stand for a failed row, are taken as 0.
 
         Raises ConfigError if the step exceeds what the buffers were made for.
         """
         rows = [i for i, chunk in enumerate(plan.chunks) if chunk.samplers]
         lengths = np.array([chunk.num_tokens for chunk in plan.chunks], dtype=np.int64)
-        views = self._fill(plan, lengths, rows, len(lengths))
+        views = self._fill(plan, lengths, rows, len(lengths), tokens)
         if views.device is None:
             views.device = {name: views.layout.tensor(self.device_buffer, name) for name in views.layout.shapes}
         prefills = lengths[plan.num_decodes :]
@@ -169,15 +172,22 @@ class InputPacker:
             **views.device, num_decodes=plan.num_decodes, max_seqlen_q=int(prefills.max()) if len(prefills) else 0
         )
 
-    def pack_decodes(self, plan: StepPlan, size: int) -> Layout:
+    def pack_decodes(self, plan: StepPlan, size: int, tokens: Tensor | None = None) -> Layout:
         """A decode-only plan, padded to ``size`` sequences with rows that compute nothing. Only sends; returns where.
 
-        Row i of the logits belongs to chunk i.
+        Row i of the logits belongs to chunk i. ``tokens``: as for ``pack``.
         """
         lengths = np.ones(len(plan.chunks), dtype=np.int64)
-        return self._fill(plan, lengths, range(size), size).layout
+        return self._fill(plan, lengths, range(size), size, tokens).layout
 
-    def _fill(self, plan: StepPlan, lengths: np.ndarray, logits_seqs: Sequence[int], padded_seqs: int) -> _Views:
+    def _fill(
+        self,
+        plan: StepPlan,
+        lengths: np.ndarray,
+        logits_seqs: Sequence[int],
+        padded_seqs: int,
+        tokens: Tensor | None,
+    ) -> _Views:
         chunks = plan.chunks
         num_seqs, num_tokens = len(chunks), int(lengths.sum())
         padding = padded_seqs - num_seqs
@@ -207,7 +217,8 @@ class InputPacker:
             row_of_token = np.repeat(rows, lengths)
             positions = np.arange(num_tokens) + np.repeat(starts - cu_seqlens[:num_seqs], lengths)
         blocks = self.table_rows.rows[row_of_token, positions // self.block_size]
-        self._fill_tokens(arrays["token_ids"], plan, cu_seqlens)
+        if tokens is None:
+            self._fill_tokens(arrays["token_ids"], plan, cu_seqlens)
         arrays["positions"][:num_tokens] = positions
         arrays["slot_mapping"][:num_tokens] = blocks.astype(np.int64) * self.block_size + positions % self.block_size
         arrays["context_lens"][:num_seqs] = ends
@@ -218,6 +229,8 @@ class InputPacker:
         arrays["context_lens"][num_seqs:] = 0
         arrays["block_tables"][num_seqs:] = 0
         self._send(views.layout)
+        if tokens is not None:
+            torch.clamp(tokens, min=0, out=views.layout.tensor(self.device_buffer, "token_ids")[:num_tokens])
         return views
 
     def _views(self, num_tokens: int, num_seqs: int, num_rows: int, width: int) -> _Views:

@@ -53,6 +53,8 @@ class LLM:
         graph_sizes: decode batch sizes to capture; default 1, 2, 4, 8, 16, 24, … ``max_num_seqs``.
         seed: of the seeds that are drawn for requests without one; None means other samples each time.
         stream: run all GPU work on this stream.
+        run_ahead: launch the next decode step while the host books this one; default on a GPU. See
+            ``nanopd.engine.run_ahead``.
         on_step: called with a ``StepRecord`` after each step.
         clock: seconds, for stamps and metrics.
         use_tqdm: show a progress bar while CUDA graphs are captured.
@@ -79,6 +81,7 @@ class LLM:
         graph_sizes: Sequence[int] | None = None,
         seed: int | None = None,
         stream: torch.cuda.Stream | None = None,
+        run_ahead: bool | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         use_tqdm: bool = True,
@@ -107,7 +110,9 @@ class LLM:
             )
         self.kv_cache = KVCache.allocate(self.config, num_blocks, block_size, self.model.dtype, self.model.device)
         self.block_manager = BlockManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
-        self.scheduler = Scheduler(limits, self.block_manager)
+        if run_ahead is None:
+            run_ahead = self.model.device.type == "cuda"
+        self.scheduler = Scheduler(limits, self.block_manager, early_slots=run_ahead)
         self.runner = ModelRunner(
             self.model,
             self.kv_cache,
@@ -119,6 +124,7 @@ class LLM:
             enforce_eager=enforce_eager,
             graph_sizes=graph_sizes,
             stream=stream,
+            run_ahead=run_ahead,
         )
         self.runner.capture_graphs(use_tqdm=use_tqdm)
         self.engine = Engine(

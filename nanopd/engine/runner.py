@@ -19,6 +19,7 @@ from nanopd.engine.cuda_graphs import DecodeGraphs
 from nanopd.engine.inputs import InputPacker
 from nanopd.engine.plan import StepPlan
 from nanopd.engine.request import Request
+from nanopd.engine.run_ahead import StepAhead, plan_ahead
 from nanopd.engine.sampler import SamplingBatch, greedy_tokens, sample_tokens
 from nanopd.engine.uniforms import uniforms
 from nanopd.errors import ConfigError, NonFiniteLogitsError
@@ -52,7 +53,9 @@ class PendingStep:
     def __init__(self, plan: StepPlan, tokens: Tensor | None, device: torch.device) -> None:
         """``tokens``: [number of samplers] int64 on the device, sent to the host here; None if nobody samples."""
         self.plan = plan
+        self.device_tokens = tokens
         self._tokens = tokens
+        self._rows: list[int] | None = None  # of the tokens; None: all
         self._ended: torch.cuda.Event | None = None
         if device.type == "cuda":
             if tokens is not None:
@@ -69,9 +72,10 @@ class PendingStep:
 
         Raises NonFiniteLogitsError, naming the requests whose logits had no finite maximum.
         """
-        if self._ended is not None:
-            self._ended.synchronize()
+        self.end()
         flat = [] if self._tokens is None else self._tokens.tolist()
+        if self._rows is not None:
+            flat = [flat[row] for row in self._rows]
         out, first = [], 0
         for chunk in self.plan.chunks:
             last = first + len(chunk.samplers)
@@ -80,6 +84,26 @@ class PendingStep:
         if min(flat, default=0) < 0:
             self._raise_non_finite(out)
         return out
+
+    def end(self) -> None:
+        """Block until the step has ended, whatever came of it."""
+        if self._ended is not None:
+            self._ended.synchronize()
+
+    def narrow(self, plan: StepPlan, rows: list[int]) -> None:
+        """It was launched with more decodes than ``plan`` has: chunk i of the plan is row ``rows[i]``."""
+        self.plan = plan
+        if self.device_tokens is not None and rows != list(range(len(self.device_tokens))):
+            self._rows = rows
+
+    def tokens_of(self, rows: list[int]) -> Tensor:
+        """[len(rows)] int64 on the device: what was sampled for these chunks of the plan."""
+        assert self.device_tokens is not None
+        if self._rows is not None:
+            rows = [self._rows[row] for row in rows]
+        if rows == list(range(len(self.device_tokens))):
+            return self.device_tokens
+        return self.device_tokens[torch.tensor(rows).to(self.device_tokens.device)]
 
     def _raise_non_finite(self, tokens: list[list[int]]) -> None:
         bad = [
@@ -104,6 +128,8 @@ class ModelRunner:
         enforce_eager: launch decode steps kernel by kernel instead of replaying CUDA graphs.
         graph_sizes: batch sizes to capture; None for ``capture_sizes(max_num_seqs)``.
         stream: run everything on this stream; None means whichever is current. A stream of an SM partition works.
+        run_ahead: launch decode steps before they are planned, see ``nanopd.engine.run_ahead``. Only for a pool that
+            nobody else writes to.
     """
 
     def __init__(
@@ -119,12 +145,16 @@ class ModelRunner:
         enforce_eager: bool = False,
         graph_sizes: Sequence[int] | None = None,
         stream: torch.cuda.Stream | None = None,
+        run_ahead: bool = False,
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.ops = ops
         self.device = kv_cache.device
         self.stream = stream
+        self.run_ahead = run_ahead
+        self.num_steps_ahead = 0  # that were handed out
+        self._ahead: StepAhead | None = None
         self.graphs: DecodeGraphs | None = None
         with self._on_device(), torch.inference_mode():
             self.packer = InputPacker(
@@ -144,7 +174,14 @@ class ModelRunner:
 
         Raises NonFiniteLogitsError (see ``PendingStep.wait``), or what the kernels raise.
         """
-        return self.launch(plan).wait()
+        pending = self._take_ahead(plan)
+        if pending is None:
+            pending = self.launch(plan)
+        else:
+            self.num_steps_ahead += 1
+        if self.run_ahead:
+            self._launch_ahead(pending)
+        return pending.wait()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, after_layer: AfterLayer | None = None) -> PendingStep:
@@ -155,6 +192,7 @@ class ModelRunner:
         with self._on_device():
             if plan.copies:
                 self._copy_blocks(plan.copies)
+            self._drop_ahead()
             if not plan.chunks:
                 return PendingStep(plan, None, self.device)
             step = self._forward(plan, after_layer)
@@ -167,6 +205,7 @@ class ModelRunner:
         For algorithms that choose tokens themselves, such as beam search. A copy: later steps leave it alone, and the
         stream that is current here may use it at once.
         """
+        self._drop_ahead()
         with self._on_device():
             if plan.copies:
                 self._copy_blocks(plan.copies)
@@ -191,6 +230,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Drop the CUDA graphs, and the references to model and KV cache. The runner is of no use after this."""
+        self._drop_ahead()
         if self.graphs is not None:
             self.graphs.close()
             self.graphs = None
@@ -211,19 +251,45 @@ class ModelRunner:
         src, dst = pairs.to(self.device, non_blocking=True)
         self.ops.copy_blocks(self.kv_cache.tensor, src, dst)
 
-    def _forward(self, plan: StepPlan, after_layer: AfterLayer | None) -> StepLogits:
+    def _take_ahead(self, plan: StepPlan) -> PendingStep | None:
+        """The step that was launched ahead, if ``plan`` is it, or a part of it."""
+        rows = None if self._ahead is None else self._ahead.rows_of(plan)
+        if self._ahead is None or rows is None:
+            return None
+        pending, self._ahead = self._ahead.pending, None
+        pending.narrow(plan, rows)
+        return pending
+
+    def _drop_ahead(self) -> None:
+        """Nobody wants the step ahead. It is waited for, since the next one may run on another stream."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.pending.end()
+
+    @torch.inference_mode()
+    def _launch_ahead(self, pending: PendingStep) -> None:
+        """Launch what follows a step that has been launched, if that can be known."""
+        planned = plan_ahead(pending.plan)
+        if planned is None:
+            return
+        plan, rows = planned
+        with self._on_device():
+            step = self._forward(plan, None, pending.tokens_of(rows))
+            self._ahead = StepAhead.of(PendingStep(plan, self._sample(plan, step, 1), self.device))
+
+    def _forward(self, plan: StepPlan, after_layer: AfterLayer | None, tokens: Tensor | None = None) -> StepLogits:
         num_chunks = len(plan.chunks)
         if self.graphs is not None and plan.num_decodes == num_chunks and after_layer is None:
             size = self.graphs.size_for(num_chunks)
             if size is not None:
-                logits, greedy = self.graphs.run(plan, size)
+                logits, greedy = self.graphs.run(plan, size, tokens)
                 return StepLogits(logits, [i for i, chunk in enumerate(plan.chunks) if chunk.samplers], greedy)
-        batch = self.packer.pack(plan)
+        batch = self.packer.pack(plan, tokens)
         logits = self.model.forward(batch, self.kv_cache, after_layer)
         return StepLogits(logits, list(range(logits.shape[0])), None)
 
-    def _sample(self, plan: StepPlan, step: StepLogits) -> Tensor:
-        """One token per sampler, all chunks' samplers end to end: [N] int64."""
+    def _sample(self, plan: StepPlan, step: StepLogits, ahead: int = 0) -> Tensor:
+        """One token per sampler, all chunks' samplers end to end: [N] int64. ``ahead``: outputs not booked yet."""
         sampled = [chunk.samplers for chunk in plan.chunks if chunk.samplers]
         samplers = [request for requests in sampled for request in requests]
         rows = [row for row, requests in zip(step.rows, sampled) for _ in requests]
@@ -232,11 +298,11 @@ class ModelRunner:
             if rows == list(range(tokens.shape[0])):
                 return tokens
             return tokens[torch.tensor(rows).to(self.device)]
-        return sample_tokens(step.logits, sampling_batch(samplers, rows))
+        return sample_tokens(step.logits, sampling_batch(samplers, rows, ahead))
 
 
-def sampling_batch(samplers: Sequence[Request], rows: Sequence[int]) -> SamplingBatch:
-    """Parameters and uniform numbers of requests that are about to take their next token.
+def sampling_batch(samplers: Sequence[Request], rows: Sequence[int], ahead: int = 0) -> SamplingBatch:
+    """Parameters and uniform numbers of requests that are about to take their next token, or the ``ahead``-th after.
 
     Raises ConfigError if a request that is not greedy has no seed: the engine draws one when it is added.
     """
@@ -253,6 +319,6 @@ def sampling_batch(samplers: Sequence[Request], rows: Sequence[int]) -> Sampling
         uniform=uniforms(
             [p.seed or 0 for p in params],
             [request.sample_index for request in samplers],
-            [len(request.output_token_ids) for request in samplers],
+            [len(request.output_token_ids) + ahead for request in samplers],
         ),
     )

@@ -40,9 +40,12 @@ class Scheduler:
     stamps. Not thread-safe: the engine puts a lock around it.
     """
 
-    def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
+    def __init__(self, config: SchedulerConfig, block_manager: BlockManager, *, early_slots: bool = False) -> None:
+        """``early_slots``: reserve a running request's next slot a step early if there is room, for a runner that
+        launches steps ahead."""
         self.config = config
         self.block_manager = block_manager
+        self.early_slots = early_slots
         self._queues = Queues()
         self._admission = Admission(config, block_manager, self._queues)
         self.reserved_seats = 0  # for requests that will be attached: nobody who waits here gets them
@@ -190,6 +193,9 @@ class Scheduler:
         self._make_room(plan, now)
         self._schedule_decodes(plan)
         self._schedule_prefills(plan, now)
+        plan.steady = not self.waiting and not self.prefilling
+        if self.early_slots and plan.steady:
+            self._reserve_early(plan)
         if plan.chunks:
             self._in_flight = plan
         return plan
@@ -241,6 +247,18 @@ class Scheduler:
                 continue
             chunks.append(ScheduledChunk(request, start, 1, (request,)))
         plan.num_decodes = len(chunks)
+
+    def _reserve_early(self, plan: StepPlan) -> None:
+        """A new block for those whose slots end with this step. It is theirs alone, and copies nothing."""
+        blocks = self.block_manager
+        for chunk in plan.chunks:
+            request, table = chunk.request, chunk.request.table
+            assert table is not None
+            if chunk.start + 1 < table.num_tokens or chunk.start + 2 >= request.token_limit:
+                continue
+            if table.num_tokens % blocks.block_size or blocks.num_free_blocks <= blocks.watermark_blocks:
+                continue
+            blocks.append_slots(table, blocks.block_size)
 
     def _grow(self, table: BlockTable | None, plan: StepPlan) -> bool:
         """Reserve the rest of a block at once: it costs the same, and the next steps need not ask."""
