@@ -301,8 +301,8 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_benchmark(
     monkeypatch.setattr("nanopd.ops.benchmark.bench_kernels", lambda *_: pytest.fail("measured first"))
     monkeypatch.setattr("nanopd.engine.benchmark.bench_engine", lambda *_: pytest.fail("measured first"))
     for command in ("bench-kernels", "bench-engine"):
-        assert run([command, "--device", "cpu", "--out", str(tmp_path / "file" / "x.json")]) == 1
-        assert "file" in capsys.readouterr().err
+        assert run([command, "--device", "cpu", "--out", str(tmp_path / "file" / "x.json")]) == 2
+        assert "cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -264,3 +265,23 @@ def test_a_command_that_fails_leaves_no_empty_file(tmp_path: Path, capsys: pytes
     assert not out.exists() and "nothing" in capsys.readouterr().err
     assert run(["profile", "--device", "cpu", "--split", "48", "--out", str(out)]) == 2
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (os.mkfifo, "no regular file"),  # to open it would wait for a reader for ever
+        (Path.mkdir, "is a folder"),
+        (lambda path: path.parent.joinpath("p.json").symlink_to(path.parent / "file" / "x"), "cannot be written"),
+    ],
+    ids=["pipe", "folder", "link"],
+)
+def test_a_place_that_is_no_file_is_refused_before_the_measurement(
+    make: Callable[[Path], None], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "p.json"
+    make(out)
+    assert run(["profile", "--model", "dummy:nothing", "--device", "cpu", "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert says in error and len(error.splitlines()) == 1

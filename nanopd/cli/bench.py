@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from nanopd.costmodel.files import check_writable, write_whole
+
 
 def run_kernels(*, device: str | None, dtype: str | None, out: Path | None) -> None:
     """Every kernel against the ceilings of the device."""
@@ -17,7 +19,8 @@ def run_kernels(*, device: str | None, dtype: str | None, out: Path | None) -> N
     from nanopd.ops.benchmark import bench_kernels
 
     place = resolve_device(device)
-    _check_writable(out)
+    if out is not None:
+        check_writable("--out", out)
     _finish("kernels", bench_kernels(place, resolve_dtype(dtype, place)), str(place), out)
 
 
@@ -27,16 +30,9 @@ def run_engine(*, model: str, device: str | None, dtype: str | None, out: Path |
     from nanopd.model.loader import resolve_device, resolve_dtype
 
     place = resolve_device(device)
-    _check_writable(out)
-    _finish("engine", bench_engine(model, place, resolve_dtype(dtype, place)), str(place), out)
-
-
-def _check_writable(out: Path | None) -> None:
-    """Raise OSError now rather than after minutes of measuring; leaves an existing file as it is."""
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with open(out, "a", encoding="utf-8"):
-            pass
+        check_writable("--out", out)
+    _finish("engine", bench_engine(model, place, resolve_dtype(dtype, place)), str(place), out)
 
 
 def _finish(title: str, values: Mapping[str, Any], device: str, out: Path | None) -> None:
@@ -44,9 +40,8 @@ def _finish(title: str, values: Mapping[str, Any], device: str, out: Path | None
     if out is not None:
         from nanopd.ops.measure import environment
 
-        out.parent.mkdir(parents=True, exist_ok=True)
         record = {**environment(device, f"nanopd bench-{title}"), "values": values}
-        out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_whole(out, [json.dumps(record, indent=1), "\n"])
         print(f"written: {out}")
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nanopd.cli.bench import _check_writable
+from nanopd.costmodel.files import check_writable
 
 if TYPE_CHECKING:
     import torch
@@ -30,21 +30,15 @@ def run_profile(
     link_to: str | None = None,
     splits: Sequence[str] = (),
 ) -> None:
-    """Measure and write. Raises OSError before the measurement if ``out`` cannot be written, and NanoPDError."""
+    """Measure and write. Raises NanoPDError, before the measurement if ``out`` cannot be written."""
     from nanopd.costmodel.places import split_specs
     from nanopd.model.loader import resolve_device
 
     place = resolve_device(device)
     cuts = split_specs(place, splits)
-    existed = out.exists()
-    _check_writable(out)
-    try:
-        profile = measure(model, place, dtype, quick=quick, link_to=link_to, cuts=cuts)
-        profile.save(out)
-    except BaseException:
-        if not existed and out.exists() and not out.stat().st_size:
-            out.unlink()  # the trial of _check_writable
-        raise
+    check_writable("--out", out)
+    profile = measure(model, place, dtype, quick=quick, link_to=link_to, cuts=cuts)
+    profile.save(out)
     show(profile)
     print(f"written: {out}")
 

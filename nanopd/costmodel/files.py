@@ -21,12 +21,13 @@ def write_whole(path: str | Path, parts: Iterable[str]) -> Path:
     """
     path = Path(path)
     _check_kind("the file", path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.partial")
+    target = path.resolve()  # a link stays one, also to another file system
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.partial")
     try:
         with open(partial, "x", encoding="utf-8") as file:
             file.writelines(parts)
-        os.replace(partial, path.resolve())  # a link stays one
+        os.replace(partial, target)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -40,8 +41,9 @@ def check_writable(name: str, path: Path) -> None:
     """
     try:
         _check_kind(name, path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
+        folder = path.resolve().parent
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise ConfigError(f"{name} {path} cannot be written: {error.strerror or error}") from error
