@@ -146,9 +146,10 @@ def compare(llm: LLM, twin: Any, sizes: Sizes, results: dict[str, Any]) -> None:
 def decode_steps(llm: LLM, batch_size: int, kv_len: int, steps: int, ceilings: Ceilings | None) -> dict[str, float]:
     """Engine steps in which ``batch_size`` sequences with ``kv_len`` tokens of KV decode greedily.
 
-    ``step_ms`` is the wall time of ``Engine.step``, of which the host spends ``schedule_ms``, ``launch_ms`` (inputs,
-    graph replay or kernel launches) and ``update_ms``; ``gpu_ms`` is the graph alone, and ``host_share`` the part of
-    the step that it does not cover. Medians, except ``worst_ms``. Without ``ceilings`` there is no floor.
+    ``step_ms`` is the wall time of ``Engine.step``; ``gpu_ms`` is the graph alone, and ``host_share`` the part of the
+    step that it does not cover: what run-ahead does not hide. What the host does in a step, hidden or not, is
+    ``schedule_ms``, ``launch_ms`` (inputs, graph replay or kernel launches) and ``update_ms``, timed in steps that are
+    not launched ahead. Medians, except ``worst_ms``. Without ``ceilings`` there is no floor.
     """
     requests = _prefilled(llm, batch_size, kv_len, max_tokens=2 * steps + 20)
     on_gpu = llm.kv_cache.device.type == "cuda"
