@@ -48,9 +48,9 @@ class Plan:
 
     light: tuple[float, ...] = (12.0, 17.0, 22.0, 27.0, 32.0, 37.0)
     heavy: tuple[float, ...] = (6.0, 8.5, 11.0, 13.5, 16.0, 18.5)
-    phases: tuple[float, ...] = (0.7, 0.85, 1.0)
+    phases: tuple[float, ...] = (0.85, 1.0)
     phase_rates: tuple[float, float] = (27.0, 11.0)
-    duration_s: float = 5.0
+    duration_s: float = 4.5
     heavy_s: float = 5.0
     phase_s: float = 3.0
     drain_s: float = 4.0
