@@ -10,16 +10,21 @@ from typing import Any
 
 import pytest
 
+from nanopd.bench.compare import Strategy, compare_strategies
 from nanopd.bench.goodput import find_goodput
+from nanopd.bench.hardware import Hardware
 from nanopd.bench.lengths import MOST_TOKENS, Fixed, LogNormal, Uniform
 from nanopd.bench.load import LoadOptions
 from nanopd.bench.metrics import SLO, percentile, summarize
 from nanopd.bench.raw import read_records
+from nanopd.bench.records import RequestRecord
 from nanopd.bench.report import load_report
 from nanopd.bench.traces import load_trace, read_azure, read_mooncake
 from nanopd.bench.workload import Documents, Part, Schedule, Workload, poisson
+from nanopd.cli.app import run
 from nanopd.costmodel.hardware_profile import preset
 from nanopd.errors import ConfigError, NanoPDError, RecordingError, ReportError, TraceError
+from nanopd.router.policies import make_policy
 from nanopd.sim.cluster import SimulatedCluster
 from nanopd.sim.layouts import Layout, ratios
 from nanopd.sim.link import SimulatedLink
@@ -195,3 +200,69 @@ def test_endless_nesting_is_damage(read: Callable[[Path], Any], error: type[Exce
     path.write_text("[" * 100_000)
     with pytest.raises(error, match="cannot read"):
         read(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("index", "1"), ("time_s", None), ("e2e_s", "x"), ("tokens", -1), ("itls_s", [1, "x"]), ("reason", 5)],
+)
+def test_a_damaged_record_is_refused(field: str, value: object) -> None:
+    row = {"index": 0, "time_s": 0.0, "prompt_tokens": 1, "output_tokens": 1, "outcome": "completed"}
+    assert RequestRecord.from_json(row).index == 0
+    with pytest.raises(ReportError, match=f"{'gap of ' * (field == 'itls_s')}{field}"):
+        RequestRecord.from_json({**row, field: value})
+
+
+def test_a_damaged_report_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    options = ["--rate", "2", "--duration", "3", "--workload", "20:3", "--no-goodput", "--out", str(path)]
+    assert run(["simulate", "--hardware", "h20", *options]) == 0
+    good = json.loads(path.read_text())
+    for change in (
+        lambda result: result.update(rate="2"),
+        lambda result: result["samples"].update(ttft_s=None),
+        lambda result: result["samples"].update(e2e_s=[1.0, "x"]),
+        lambda result: result.update(samples=5),
+        lambda result: result["summary"].update(span_s=None),
+        lambda result: result["summary"]["ttft"].update(p99="x"),
+    ):
+        broken = json.loads(json.dumps(good))
+        change(broken["results"][0])
+        path.write_text(json.dumps(broken))
+        with pytest.raises(ReportError, match=r"r\.json|not a summary"):
+            load_report(path)
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda driver: driver.at(math.nan, print), "time in seconds, got nan"),
+        (lambda driver: driver.at("1", print), "time in seconds, got '1'"),
+        (lambda driver: driver.run(math.inf), "until .* got inf"),
+        (lambda driver: driver.fail_worker("x"), "no worker 'x'; there are collocated0"),
+    ],
+    ids=["nan", "text", "endless", "worker"],
+)
+def test_a_virtual_driver_refuses_what_is_no_time_and_no_worker(act: Callable[[Any], Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        act(sim().driver(make_policy("collocated")))
+
+
+def test_what_has_no_decide_is_no_policy() -> None:
+    with pytest.raises(ConfigError, match=r"a policy has a method `decide`.* got 5"):
+        sim().driver(5)
+
+
+@pytest.mark.parametrize("slo", [None, 5], ids=str)
+def test_a_search_and_a_comparison_need_an_slo(slo: Any) -> None:
+    with pytest.raises(ConfigError, match="must be an SLO"):
+        search_layouts([Layout(1)], sim(), lambda r, s: poisson(WORKLOAD, r, s), slo, use_tqdm=False)
+    with pytest.raises(ConfigError, match="must be an SLO"):
+        strategy = Strategy("a", sim().hardware, lambda: pytest.fail("opened"))
+        compare_strategies([strategy], lambda r: poisson(WORKLOAD, r, 2.0), [5.0], slo=slo, vocab_size=5)
+
+
+@pytest.mark.parametrize("specs", [5, "cuda:0", None], ids=str)
+def test_places_are_a_list(specs: Any) -> None:
+    with pytest.raises(ConfigError, match="places of a strategy are a list"):
+        Hardware.of_specs(specs)

@@ -18,7 +18,7 @@ from nanopd.bench.records import RequestRecord
 from nanopd.bench.report import Report, Result, make_report, samples
 from nanopd.bench.target import Target
 from nanopd.bench.workload import Schedule
-from nanopd.costmodel.checks import check_number
+from nanopd.costmodel.checks import check_number, shown
 from nanopd.errors import ConfigError
 
 
@@ -81,6 +81,8 @@ def compare_strategies(
     names = [strategy.name for strategy in strategies]
     if not names or len(set(names)) != len(names) or not rates:
         raise ConfigError(f"a comparison needs strategies of different names and rates, got {names} and {list(rates)}")
+    if not isinstance(slo, SLO):
+        raise ConfigError(f"slo must be an SLO, got {shown(slo)}")
     for rate in rates:
         check_number("a rate", rate, above=0.0, unit="requests per second")
     options = options or LoadOptions()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from nanopd.costmodel.checks import shown
 from nanopd.errors import ConfigError, UnequalHardwareError
 from nanopd.workers.spec import DeviceSpec
 
@@ -31,6 +32,8 @@ class Hardware:
 
         Raises ConfigError without specs, or for one that is none.
         """
+        if isinstance(specs, str) or not isinstance(specs, Iterable):
+            raise ConfigError(f"the places of a strategy are a list, got {shown(specs)}")
         places = [DeviceSpec.parse(spec) for spec in specs]
         if not places:
             raise ConfigError("a strategy needs at least one worker")

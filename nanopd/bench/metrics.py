@@ -138,9 +138,22 @@ class Summary:
         parts |= dict.fromkeys(("ttft", "tpot", "itl", "second_token_gap", "e2e", "lateness"), Percentiles)
         try:
             plain = {k: v for k, v in row.items() if k not in ("attainment", "attained_rate_per_gpu")}
-            return cls(**{k: parts[k](**v) if k in parts else v for k, v in plain.items()})
-        except (TypeError, AttributeError) as error:
+            made = cls(**{k: parts[k](**v) if k in parts else v for k, v in plain.items()})
+            for name, value in asdict(made).items():
+                _check_numbers(name, value)
+            return made
+        except (TypeError, AttributeError, ConfigError) as error:
             raise ReportError(f"not a summary: {error}") from error
+
+
+def _check_numbers(name: str, value: Any) -> None:
+    """Raises ConfigError unless ``value`` is a number, or None inside of a table of numbers."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if inner is not None:
+                _check_numbers(f"{name}.{key}", inner)
+    else:
+        check_number(name, value, least=-math.inf)
 
 
 def percentile(ordered: Sequence[float], q: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
@@ -9,9 +10,10 @@ from itertools import pairwise
 from typing import Any
 
 from nanopd.bench.workload import Arrival
+from nanopd.costmodel.checks import check_count, check_number, shown
 from nanopd.engine.outputs import RequestOutput
 from nanopd.engine.request import FinishReason
-from nanopd.errors import ReportError
+from nanopd.errors import ConfigError, ReportError
 
 
 class Outcome(StrEnum):
@@ -62,10 +64,25 @@ class RequestRecord:
         """Raises ReportError for what ``to_json`` did not write."""
         try:
             values = {**row, "outcome": Outcome(row["outcome"]), "itls_s": tuple(row.get("itls_s", ()))}
-            return cls(**values)
+            record = cls(**values)
+            record._check()
+            return record
         except (KeyError, ValueError, TypeError) as error:
             known = ", ".join(f.name for f in fields(cls))
             raise ReportError(f"not a request record ({error}); its fields are {known}: {row!r:.200}") from error
+
+    def _check(self) -> None:
+        """Raises ConfigError for what no run writes."""
+        for name in ("index", "prompt_tokens", "output_tokens", "tokens", "cached_tokens", "preemptions"):
+            check_count(name, getattr(self, name))
+        check_number("time_s", self.time_s)
+        for name in ("lateness_s", "ttft_s", "tpot_s", "second_token_gap_s", "e2e_s"):
+            if (value := getattr(self, name)) is not None:
+                check_number(name, value, least=-math.inf)
+        for gap in self.itls_s:
+            check_number("a gap of itls_s", gap, least=-math.inf)
+        if not isinstance(self.reason, str):
+            raise ConfigError(f"reason must be a text, got {shown(self.reason)}")
 
 
 def finished_record(

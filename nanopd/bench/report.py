@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -14,8 +15,9 @@ from nanopd.bench.goodput import Goodput, Probe
 from nanopd.bench.hardware import Hardware, check_equal
 from nanopd.bench.metrics import SLO, Summary
 from nanopd.bench.records import Outcome, RequestRecord
+from nanopd.costmodel.checks import check_number, shown
 from nanopd.costmodel.files import write_whole
-from nanopd.errors import ReportError
+from nanopd.errors import ConfigError, ReportError
 
 SCHEMA = "nanopd-serving-benchmark/1"
 MOST_SAMPLES = 2000  # of each latency per run, for violins; every k-th by size if there are more
@@ -74,7 +76,7 @@ class Report:
         if (schema := data.pop("schema", None)) != SCHEMA:
             raise ReportError(f"{where} has schema {schema!r}, this version reads {SCHEMA!r}")
         try:
-            results = tuple(Result(**{**r, "summary": Summary.from_json(r["summary"])}) for r in data.pop("results"))
+            results = tuple(_result(r) for r in data.pop("results"))
             hardware = {
                 name: Hardware(tuple(h["devices"]), h["sms"], h["description"])
                 for name, h in data.pop("hardware").items()
@@ -84,7 +86,7 @@ class Report:
                 for name, g in data.pop("goodput").items()
             }
             return cls(results=results, hardware=hardware, goodput=goodput, slo=SLO(**data.pop("slo")), **data)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ConfigError) as error:
             raise ReportError(f"{where} is damaged: {type(error).__name__}: {error}") from error
 
     def thinned(self, most_samples: int) -> Report:
@@ -100,6 +102,18 @@ class Report:
     def save(self, path: str | Path) -> Path:
         """Write the JSON, whole or not at all; returns the path."""
         return write_whole(path, [json.dumps(self.to_json(), indent=1) + "\n"])
+
+
+def _result(row: Mapping[str, Any]) -> Result:
+    """Raises ReportError or ConfigError for what is none."""
+    made = Result(**{**row, "summary": Summary.from_json(row["summary"])})
+    check_number("the rate of a run", made.rate, above=0.0)
+    for name, values in made.samples.items():
+        if not isinstance(values, list):
+            raise ConfigError(f"samples of {name} must be a list, got {shown(values)}")
+        for value in values:
+            check_number(f"a sample of {name}", value, least=-math.inf)
+    return made
 
 
 def make_report(results: list[Result], hardware: Mapping[str, Hardware], *, allow_unequal: bool, **rest: Any) -> Report:

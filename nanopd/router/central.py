@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from nanopd.costmodel.checks import shown
 from nanopd.engine.desk import OutputDesk
 from nanopd.engine.detokenizer import Tokenizer
 from nanopd.engine.jobs import Job, OutputCallback
 from nanopd.engine.plan import StepPlan
 from nanopd.engine.request import FinishReason, Request, RequestState, Stamp
 from nanopd.errors import (
+    ConfigError,
     DuplicateRequestError,
     InvalidRequestError,
     LeaseExpiredError,
@@ -53,7 +55,7 @@ class CentralScheduler:
         kv_bytes_per_token, link_gb_s: for snapshots.
         observe: called with each `Event`.
 
-    Raises ConfigError: no worker, a name twice, or layouts of two linked workers that differ.
+    Raises ConfigError: no policy, no worker, a name twice, or layouts of two linked workers that differ.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class CentralScheduler:
         link_gb_s: float | None = None,
         observe: Callable[[Event], None] | None = None,
     ) -> None:
+        if not callable(getattr(policy, "decide", None)):
+            raise ConfigError(f"a policy has a method `decide`, see `make_policy`, got {shown(policy)}")
         self.config = config or CentralConfig()
         self.policy = policy
         self.predictor = predictor
@@ -288,11 +292,17 @@ class CentralScheduler:
         self._grant(now)
 
     def fail_step(self, step: WorkerStep, error: BaseException, now: float) -> None:
-        """The step raised: nobody knows what it wrote, so its requests are computed again, elsewhere if possible."""
+        """The step raised: nobody knows what it wrote, so its requests are computed again, elsewhere if possible.
+
+        A WorkerFailedError is about the worker and not about the step: the worker is given up.
+        """
         worker = step.worker
         if not self._step_ends(step):
             return
         worker.scheduler.cancel(step.plan, now)
+        if isinstance(error, WorkerFailedError):  # it says itself that it cannot go on
+            self.worker_failed(worker, error, now)
+            return
         self._failed_steps[worker.name] += 1
         failure = StepFailedError(f"a step of {worker.name} raised {type(error).__name__}: {error}")
         failure.__cause__ = error

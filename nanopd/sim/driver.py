@@ -7,15 +7,17 @@ are the server's own classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from nanopd.costmodel.checks import check_number, shown
 from nanopd.engine.engine import StepRecord
 from nanopd.engine.jobs import OutputCallback
 from nanopd.engine.prompts import Prompt, check_params, check_seconds, encode_prompt
 from nanopd.engine.sampling_params import SamplingParams
-from nanopd.errors import EngineClosedError, SimulationError, TransferError, WorkerFailedError
+from nanopd.errors import ConfigError, EngineClosedError, SimulationError, TransferError, WorkerFailedError
 from nanopd.router.central import CentralConfig, CentralScheduler, Event, Predictor, WorkerStep
 from nanopd.router.decision import Policy
 from nanopd.router.server import OnStep, make_sequences
@@ -114,7 +116,9 @@ class VirtualDriver:
         self._settle()
 
     def fail_worker(self, name: str, error: BaseException | None = None) -> None:
-        """The worker dies now, in the middle of its step if it has one."""
+        """The worker dies now, in the middle of its step if it has one. Raises ConfigError if there is none."""
+        if name not in self.central.workers:
+            raise ConfigError(f"no worker {name!r}; there are {', '.join(self.central.workers)}")
         worker = self.central.workers[name]
         step = self._flying.pop(name, None)
         error = error or WorkerFailedError(f"{name} died at {self.now:g} s")
@@ -127,7 +131,12 @@ class VirtualDriver:
     # --- time ------------------------------------------------------------------------------------------------
 
     def at(self, time: float, action: Action) -> list[Any]:
-        """Let ``action`` happen at ``time``; a time that is over means now. Returns a handle for `call_off`."""
+        """Let ``action`` happen at ``time``; a time that is over means now. Returns a handle for `call_off`.
+
+        Raises ConfigError for what is no time: an event at NaN would put the others out of order.
+        """
+        if not isinstance(time, int | float) or not time >= -math.inf:
+            raise ConfigError(f"an event needs a time in seconds, got {shown(time)}")
         return self._events.enter(max(time, self.now), action)
 
     def call_off(self, handle: list[Any]) -> None:
@@ -163,6 +172,8 @@ class VirtualDriver:
 
     def run(self, until: float | None = None) -> None:
         """Let everything happen that is due up to ``until``, which is the time then; None: until nothing is left."""
+        if until is not None:
+            check_number("until", until, least=-math.inf, unit="seconds")
         while (due := self._next_time()) is not None and (until is None or due <= until):
             self.advance()
         if until is not None:

@@ -117,6 +117,8 @@ def search_layouts(
     """
     if not isinstance(layouts, Sequence) or not layouts or not all(isinstance(one, Layout) for one in layouts):
         raise ConfigError(f"a search needs at least one layout, got {shown(layouts)}")
+    if not isinstance(slo, SLO):
+        raise ConfigError(f"slo must be an SLO, got {shown(slo)}")
     check_number("the duration of a search", duration_s, above=0.0, unit="seconds")
     if not (is_number(target) and 0.0 < target < 1.0):
         raise ConfigError(f"target must be in (0, 1), got {shown(target)}")
