@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from typing import Any
 from nanopd.bench.load import LoadOptions
 from nanopd.bench.metrics import Percentiles, Summary, summarize
 from nanopd.bench.one_card import LIGHT, OBJECTIVES, SEED
-from nanopd.bench.workload import poisson
+from nanopd.bench.raw import read_records
+from nanopd.bench.records import RequestRecord
+from nanopd.bench.workload import Schedule, poisson
 from nanopd.costmodel.hardware_profile import HardwareProfile, load_profile
 from nanopd.errors import ConfigError
 from nanopd.router.policies import make_policy
@@ -29,8 +32,10 @@ METRICS = ("ttft", "tpot", "e2e")
 SHARES = ("p50", "p90")
 
 
-def simulate(strategy: str, rate: float, record: Mapping[str, Any], profile: HardwareProfile, host_s: float) -> Summary:
-    """One of the record's runs of the light workload, repeated in virtual time."""
+def simulate(
+    strategy: str, rate: float, record: Mapping[str, Any], profile: HardwareProfile, host_s: float
+) -> tuple[Schedule, list[RequestRecord]]:
+    """One of the record's runs of the light workload, repeated in virtual time: what arrived, and what became of it."""
     places, duration_s = record["places"], record["duration_s"]["light"]
     common: dict[str, Any] = {"num_blocks": 40_000, "max_model_len": 16_384, "host_s": host_s}
     if strategy == "chunked":
@@ -46,8 +51,7 @@ def simulate(strategy: str, rate: float, record: Mapping[str, Any], profile: Har
     else:
         raise ConfigError(f"no strategy {strategy!r} to compare; there are chunked and partitions")
     schedule = poisson(LIGHT, rate, duration_s, SEED)
-    records = run_virtual(cluster.driver(policy), schedule, options=LoadOptions(drain_s=record["drain_s"]))
-    return summarize(records, OBJECTIVES, offered=len(schedule), duration_s=duration_s)
+    return schedule, run_virtual(cluster.driver(policy), schedule, options=LoadOptions(drain_s=record["drain_s"]))
 
 
 def compare_with_record(
@@ -57,9 +61,22 @@ def compare_with_record(
     runs: dict[str, dict[str, dict[str, float]]] = {}
     for strategy in ("chunked", "partitions"):
         for rate, by_strategy in record["runs"]["light"].items():
-            simulated = simulate(strategy, float(rate), record, profile, host_s)
+            schedule, records = simulate(strategy, float(rate), record, profile, host_s)
+            simulated = summarize(records, OBJECTIVES, offered=len(schedule), duration_s=schedule.duration_s)
             runs.setdefault(strategy, {})[rate] = differences(by_strategy[strategy], simulated)
     return runs
+
+
+def request_errors(measured: Sequence[RequestRecord], simulated: Sequence[RequestRecord]) -> dict[str, float]:
+    """How far the prediction for a single request is off: the median of |simulated / measured - 1|, by metric."""
+    predicted = {record.index: record for record in simulated}
+    found: dict[str, float] = {"requests": 0}
+    for metric in METRICS:
+        pairs = [(getattr(real, f"{metric}_s"), getattr(predicted[real.index], f"{metric}_s")) for real in measured]
+        ratios = [virtual / real for real, virtual in pairs if real and virtual]
+        found[metric] = statistics.median(abs(ratio - 1) for ratio in ratios)
+        found["requests"] = max(found["requests"], len(ratios))
+    return found
 
 
 def differences(measured: Mapping[str, Any], simulated: Summary) -> dict[str, float]:
@@ -92,14 +109,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m nanopd.sim.fidelity", description=__doc__)
     parser.add_argument("--gpu", default="nvidia-h200", help="whose record of nanopd.bench.one_card")
     parser.add_argument("--profile", default="h200")
+    parser.add_argument("--raw", type=Path, help="folder of its records, request by request; adds errors per request")
     parser.add_argument("--host-ms", type=float, default=HOST_S * 1e3)
     options = parser.parse_args(arguments)
     measured = recorded("one_card", options.gpu)
     if measured is None:
         raise ConfigError(f"{options.gpu} has no record one_card.json; python -m nanopd.bench.one_card writes it")
-    runs = compare_with_record(measured["values"], load_profile(options.profile), options.host_ms / 1e3)
+    profile, host_s = load_profile(options.profile), options.host_ms / 1e3
+    runs = compare_with_record(measured["values"], profile, host_s)
     print(table(runs))
-    row = {**measured, "command": "python -m nanopd.sim.fidelity", "values": {"host_ms": options.host_ms, "runs": runs}}
+    values: dict[str, Any] = {"host_ms": options.host_ms, "runs": runs}
+    if options.raw is not None:
+        for strategy, by_rate in runs.items():
+            for rate in by_rate:
+                real = read_records(options.raw / f"light-{rate}-{strategy}.jsonl")
+                errors = request_errors(real, simulate(strategy, float(rate), measured["values"], profile, host_s)[1])
+                values.setdefault("per_request", {}).setdefault(strategy, {})[rate] = errors
+                print(f"{strategy} {rate}: per request", {name: round(value, 3) for name, value in errors.items()})
+    row = {**measured, "command": "python -m nanopd.sim.fidelity", "values": values}
     path: Path = results_dir() / options.gpu / "simulated.json"
     path.write_text(json.dumps(row, indent=1) + "\n")
     print(f"written: {path}")
