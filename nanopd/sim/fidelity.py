@@ -2,8 +2,8 @@
 
     python -m nanopd.sim.fidelity         # against docs/results/nvidia-h200/one_card.json
 
-Two numbers are not the profile's: ``host_s``, what planning, launching and bookkeeping take per step in a server that
-also has clients, and nothing else. It is set once, from the lightest collocated run, and kept for all others.
+One number is not the profile's: ``host_s``, what planning, launching and bookkeeping take per step in a server that
+also has clients. It was set once, from the lightest collocated run, and is kept for all others.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import argparse
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nanopd.bench.load import LoadOptions
 from nanopd.bench.metrics import Percentiles, Summary, summarize
-from nanopd.bench.one_card import LIGHT, OBJECTIVES, SEED
+from nanopd.bench.one_card import HEAVY, LIGHT, OBJECTIVES, SEED
 from nanopd.bench.raw import read_records
 from nanopd.bench.records import RequestRecord
-from nanopd.bench.workload import Schedule, poisson
+from nanopd.bench.workload import Schedule, Workload, poisson
 from nanopd.costmodel.hardware_profile import HardwareProfile, load_profile
 from nanopd.errors import ConfigError
 from nanopd.router.policies import make_policy
@@ -28,15 +29,21 @@ from nanopd.sim.cluster import SimulatedCluster
 from nanopd.sim.load import run_virtual
 
 HOST_S = 0.001  # seconds per step, see above
+WARM_UP_S = 60.0  # of virtual time, in which documents are computed
 METRICS = ("ttft", "tpot", "e2e")
 SHARES = ("p50", "p90")
 
 
 def simulate(
-    strategy: str, rate: float, record: Mapping[str, Any], profile: HardwareProfile, host_s: float
+    strategy: str,
+    rate: float,
+    record: Mapping[str, Any],
+    profile: HardwareProfile,
+    host_s: float,
+    workload: Workload = LIGHT,
 ) -> tuple[Schedule, list[RequestRecord]]:
-    """One of the record's runs of the light workload, repeated in virtual time: what arrived, and what became of it."""
-    places, duration_s = record["places"], record["duration_s"]["light"]
+    """One of the record's runs, repeated in virtual time: what arrived, and what became of it."""
+    places, duration_s = record["places"], record["duration_s"][workload.name]
     common: dict[str, Any] = {"num_blocks": 40_000, "max_model_len": 16_384, "host_s": host_s}
     if strategy == "chunked":
         cluster = SimulatedCluster(
@@ -50,18 +57,36 @@ def simulate(
         policy = make_policy("disaggregated")
     else:
         raise ConfigError(f"no strategy {strategy!r} to compare; there are chunked and partitions")
-    schedule = poisson(LIGHT, rate, duration_s, SEED)
-    return schedule, run_virtual(cluster.driver(policy), schedule, options=LoadOptions(drain_s=record["drain_s"]))
+    schedule = poisson(workload, rate, duration_s, SEED)
+    whole, before = after_documents(schedule)
+    records = run_virtual(cluster.driver(policy), whole, options=LoadOptions(drain_s=record["drain_s"]))
+    own = sorted(records, key=lambda r: r.index)[before:]
+    return schedule, [replace(r, index=r.index - before, time_s=r.time_s - WARM_UP_S) for r in own] if before else own
+
+
+def after_documents(schedule: Schedule) -> tuple[Schedule, int]:
+    """The same arrivals ``WARM_UP_S`` later, behind one request for each document that occurs, since the measured runs
+    found these in the cache. Returns them, and how many such requests there are."""
+    first = {arrival.prefix: arrival for arrival in schedule.arrivals if arrival.prefix and arrival.prefix[0] < 0}
+    if not first:
+        return schedule, 0
+    documents = [
+        replace(a, index=i, time_s=i * WARM_UP_S / 2 / len(first), prompt_tokens=len(a.prefix) * a.prefix_block)
+        for i, a in enumerate(first.values())
+    ]
+    others = [replace(a, index=a.index + len(first), time_s=a.time_s + WARM_UP_S) for a in schedule.arrivals]
+    arrivals = (*(replace(a, output_tokens=2) for a in documents), *others)
+    return replace(schedule, arrivals=arrivals, duration_s=schedule.duration_s + WARM_UP_S), len(first)
 
 
 def compare_with_record(
-    record: Mapping[str, Any], profile: HardwareProfile, host_s: float = HOST_S
+    record: Mapping[str, Any], profile: HardwareProfile, host_s: float = HOST_S, workload: Workload = LIGHT
 ) -> dict[str, dict[str, dict[str, float]]]:
     """strategy -> rate -> ``{metric}_{share}_{measured_ms | simulated_ms | error}``; the error is a ratio less one."""
     runs: dict[str, dict[str, dict[str, float]]] = {}
     for strategy in ("chunked", "partitions"):
-        for rate, by_strategy in record["runs"]["light"].items():
-            schedule, records = simulate(strategy, float(rate), record, profile, host_s)
+        for rate, by_strategy in record["runs"][workload.name].items():
+            schedule, records = simulate(strategy, float(rate), record, profile, host_s, workload)
             simulated = summarize(records, OBJECTIVES, offered=len(schedule), duration_s=schedule.duration_s)
             runs.setdefault(strategy, {})[rate] = differences(by_strategy[strategy], simulated)
     return runs
@@ -116,9 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if measured is None:
         raise ConfigError(f"{options.gpu} has no record one_card.json; python -m nanopd.bench.one_card writes it")
     profile, host_s = load_profile(options.profile), options.host_ms / 1e3
-    runs = compare_with_record(measured["values"], profile, host_s)
-    print(table(runs))
-    values: dict[str, Any] = {"host_ms": options.host_ms, "runs": runs}
+    runs, heavy = (compare_with_record(measured["values"], profile, host_s, load) for load in (LIGHT, HEAVY))
+    print(f"light\n{table(runs)}\nheavy\n{table(heavy)}")
+    values: dict[str, Any] = {"host_ms": options.host_ms, "runs": runs, "heavy": heavy}
     if options.raw is not None:
         for strategy, by_rate in runs.items():
             for rate in by_rate:
