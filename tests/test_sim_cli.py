@@ -124,6 +124,15 @@ def test_a_pipe_is_not_replaced_by_a_report(tmp_path: Path, capsys: pytest.Captu
     assert "no regular file" in capsys.readouterr().err and pipe.is_fifo()
 
 
+def test_why_requests_were_dropped_is_shown_and_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "r.json"
+    assert run(["simulate", *QUICK, "--num-blocks", "5", "--out", str(out)]) == 0
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "First refused: " in shown and "200 tokens" in shown.split("First refused: ")[1][:200]
+    (result,) = load_report(out).results
+    assert list(result.drops) == ["refused"] and result.summary.counters.dropped["refused"] == result.summary.offered
+
+
 def test_requests_that_were_cut_are_counted_on_the_screen(capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--hardware", "h20", "--duration", "5", "--rate", "4", "--no-goodput"]
     assert run(["simulate", *options, "--workload", "long", "--max-model-len", "1000"]) == 0

@@ -15,7 +15,7 @@ from nanopd.bench.load import LoadOptions, run_load
 from nanopd.bench.metrics import SLO, Summary, summarize
 from nanopd.bench.raw import read_records, write_records
 from nanopd.bench.records import RequestRecord
-from nanopd.bench.report import Report, Result, make_report, samples
+from nanopd.bench.report import Report, Result, first_reasons, make_report, samples
 from nanopd.bench.target import Target
 from nanopd.bench.workload import Schedule
 from nanopd.costmodel.checks import check_number, shown
@@ -213,7 +213,14 @@ class _Bench:
             num_gpus=self.strategy.hardware.num_gpus,
         )
         self.summaries[rate] = summary
-        return Result(self.strategy.name, rate, summary, plan.fingerprint(), samples(records, warmup_s))
+        return Result(
+            self.strategy.name,
+            rate,
+            summary,
+            plan.fingerprint(),
+            samples(records, warmup_s),
+            first_reasons(records, warmup_s),
+        )
 
     def _records(self, rate: float, plan: Schedule) -> list[RequestRecord]:
         path = self._path(rate)

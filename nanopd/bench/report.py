@@ -32,6 +32,7 @@ class Result:
     summary: Summary
     schedule: str  # fingerprint of the arrivals: equal for all strategies at this rate
     samples: Mapping[str, list[float]] = field(default_factory=dict)  # ttft_s, tpot_s, e2e_s of completed requests
+    drops: Mapping[str, str] = field(default_factory=dict)  # the reason of the first drop of each outcome
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ def _result(row: Mapping[str, Any]) -> Result:
     """Raises ReportError or ConfigError for what is none."""
     made = Result(**{**row, "summary": Summary.from_json(row["summary"])})
     check_number("the rate of a run", made.rate, above=0.0)
+    if not isinstance(made.drops, Mapping) or not all(isinstance(text, str) for text in made.drops.values()):
+        raise ConfigError(f"drops must be a table of reasons, got {shown(made.drops)}")
     for name, values in made.samples.items():
         if not isinstance(values, list):
             raise ConfigError(f"samples of {name} must be a list, got {shown(values)}")
@@ -148,6 +151,15 @@ def samples(records: list[RequestRecord], warmup_s: float = 0.0) -> dict[str, li
     found: dict[str, list[float]] = {}
     for name in ("ttft_s", "tpot_s", "e2e_s"):
         found[name] = _every(sorted(value for r in done if (value := getattr(r, name)) is not None), MOST_SAMPLES)
+    return found
+
+
+def first_reasons(records: list[RequestRecord], warmup_s: float = 0.0) -> dict[str, str]:
+    """Why the first measured request of each kind of drop was dropped, for `Result.drops`."""
+    found: dict[str, str] = {}
+    for record in records:
+        if record.outcome is not Outcome.COMPLETED and record.time_s >= warmup_s:
+            found.setdefault(record.outcome.value, record.reason)
     return found
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from nanopd.bench.compare import GoodputSearch, Strategy, compare_strategies
@@ -298,6 +299,8 @@ def show(report: Report, console: Console) -> None:
         gaps = (_one(s.second_token_gap.p99, 1e3), _one(s.itl.p99, 1e3))
         times.add_row(*head, _three(s.ttft, 1e3), _three(s.tpot, 1e3), _three(s.e2e, 1.0), *gaps)
     console.print(counts)
+    for outcome, reason in _drop_reasons(report).items():
+        console.print(f"First {outcome}: {escape(reason)}", highlight=False)
     console.print("\nLatencies of completed requests from their scheduled arrival: p50/p90/p99.")
     console.print("2nd: gap before the second token; ITL: gaps between all tokens; both p99, ms.")
     console.print(times)
@@ -309,9 +312,14 @@ def show(report: Report, console: Console) -> None:
         console.print(f"goodput of {name}: {found.per_gpu:.4g} requests/s per GPU ({found.reason})")
     if not any(result.summary.attained for result in report.results):
         console.print(
-            "No request met the SLO at any rate, so nothing can be compared: lower --rate, take a workload with "
-            "shorter prompts and outputs, or allow more with --slo-ttft and --slo-tpot."
+            "No request met the SLO at any rate, so nothing can be compared: see what was dropped, lower --rate, take "
+            "a workload with shorter prompts and outputs, or allow more with --slo-ttft and --slo-tpot."
         )
+
+
+def _drop_reasons(report: Report) -> dict[str, str]:
+    """By outcome, of all runs."""
+    return {outcome: reason for result in reversed(report.results) for outcome, reason in result.drops.items()}
 
 
 def _clipped(report: Report) -> list[str]:
