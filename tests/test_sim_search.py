@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -179,6 +180,18 @@ def test_the_search_finds_what_trying_everything_finds() -> None:
         assert trial.verdict, trial
     pruned = [re.findall(r"at most (\S+)/s.*and (\S+) was", t.verdict) for t in found.trials if "pruned" in t.verdict]
     assert pruned and all(float(bounded) < float(best) for ((bounded, best),) in pruned)
+
+
+def test_bounds_are_part_of_the_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    """Hundreds of devices are hundreds of layouts: minutes before the first run."""
+    search_layouts([Layout(1), Layout(2)], BASE, schedule_at, TIGHT, duration_s=0.5)
+    shown = capsys.readouterr().err
+    assert "1 collocated, bound" in shown and "2 collocated, bound" in shown
+
+
+def test_steps_that_take_no_time_bound_nothing() -> None:
+    free = cluster(1, profile=profile(step_time={"whole device": StepTimeModel(0.0)}))
+    assert bound(free, schedule_at(10.0, 1.0).arrivals, TIGHT).rate == math.inf
 
 
 def test_a_search_needs_a_layout() -> None:

@@ -126,7 +126,7 @@ def search_layouts(
     with _progress(use_tqdm) as show:
         for share, tolerance in zip(ROUNDS, TOLERANCES, strict=True):
             if not search.trials:
-                search.begin(layouts)
+                search.begin(layouts, show)
             search.round(duration_s * share, tolerance, show)
             if share < 1.0:
                 search.halve(duration_s * share, tolerance)
@@ -149,10 +149,11 @@ class _Search:
         self.cluster, self.schedule_at, self.slo, self.target, self.policy = cluster, schedule_at, slo, target, policy
         self.trials: list[Trial] = []
 
-    def begin(self, layouts: Sequence[Layout]) -> None:
+    def begin(self, layouts: Sequence[Layout], show: Callable[[str], None]) -> None:
         """Bounds first; the most promising runs first, so that it can rule others out."""
         sample = self.schedule_at(float(SAMPLE), 1.0).arrivals[:SAMPLE] or self.schedule_at(1.0, 60.0).arrivals
         for layout in layouts:
+            show(f"{layout}, bound")  # hundreds of devices are hundreds of layouts of hundreds of pools
             made = bound(layout.on(self.cluster), sample, self.slo)
             self.trials.append(Trial(layout, made, None, 0.0, 0, ""))
         self.trials.sort(key=lambda trial: trial.bound.rate / trial.layout.num_devices, reverse=True)
