@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from nanopd.cli.app import run
 from nanopd.cli.simulate import Counts, parse_split
 from nanopd.errors import ConfigError
 from nanopd.sim.layouts import Layout
-from nanopd.sim.speed import measure
+from nanopd.sim.speed import main, measure
 from tests.sim_cases import profile
 
 QUICK = ["--rate", "4", "--duration", "5", "--workload", "200:8", "--no-goodput"]
@@ -162,6 +163,13 @@ def test_the_speed_report_says_what_was_simulated() -> None:
     speed = measure(20, Layout(collocated=2), rate=4.0)
     assert 5 < speed.requests < 40 and speed.tokens >= 64 * speed.requests and speed.steps > 64
     assert "µs per token" in str(speed) and "peak memory" in str(speed)
+    assert "1 requests" in str(replace(speed, requests=1)) and "0 requests" in str(replace(speed, requests=0))
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "many", "1e3", "9" * 30])
+def test_the_speed_report_takes_counts_only(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([text]) == 2
+    assert capsys.readouterr().err.startswith("usage: ")
 
 
 @pytest.mark.parametrize(("ttft_ms", "hopeless"), [("1", True), ("100000", False)])

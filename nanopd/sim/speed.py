@@ -6,6 +6,7 @@ Reports, asserts nothing: seconds depend on the machine.
 from __future__ import annotations
 
 import math
+import re
 import resource
 import sys
 import time
@@ -35,7 +36,7 @@ class Speed:
 
     def __str__(self) -> str:
         per_token = self.seconds / max(1, self.tokens) * 1e6
-        n_log_n = self.seconds / (self.requests * math.log2(self.requests)) * 1e6
+        n_log_n = self.seconds / max(1.0, self.requests * math.log2(max(1, self.requests))) * 1e6
         return (
             f"{self.requests:>7,} requests, {self.tokens:,} tokens, {self.steps:,} steps, {self.virtual_s:.0f} s "
             f"simulated in {self.seconds:.1f} s: {per_token:.2f} µs per token, {n_log_n:.1f} µs per n log2 n; "
@@ -56,12 +57,17 @@ def measure(num_requests: int, layout: Layout, rate: float = 16.0, workload: str
     return Speed(len(schedule), tokens, driver.num_steps, driver.num_events, driver.now, seconds, peak / 1e9)
 
 
-def main(counts: list[int]) -> None:
-    """Both pipelines, for each number of requests."""
+def main(arguments: list[str]) -> int:
+    """Both pipelines, for each number of requests. Returns the exit code."""
+    if not all(re.fullmatch(r"0*[1-9][0-9]{0,5}", text) for text in arguments):
+        print("usage: python -m nanopd.sim.speed [REQUESTS...], each from 1 to 999999", file=sys.stderr)
+        return 2
+    counts = [int(text) for text in arguments] or [1_000, 10_000]
     for layout in (Layout(collocated=8), Layout(prefill=2, decode=6)):
         for count in counts:
             print(f"{layout}: {measure(count, layout)}", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main([int(text) for text in sys.argv[1:]] or [1_000, 10_000])
+    sys.exit(main(sys.argv[1:]))
