@@ -145,7 +145,7 @@ def test_an_empty_run_has_no_numbers_and_no_nan() -> None:
 
 @pytest.mark.parametrize("warmup", [-1.0, 5.0, math.nan])
 def test_a_warm_up_must_leave_a_window(warmup: float) -> None:
-    with pytest.raises(ConfigError, match="warm.?up"):
+    with pytest.raises(ConfigError, match=r"warm.?up"):
         summarize([], SLO(), offered=0, duration_s=5.0, warmup_s=warmup)
 
 

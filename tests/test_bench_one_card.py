@@ -46,7 +46,7 @@ def test_workloads_without_documents_have_none() -> None:
     shrunk = QUESTIONS.scaled(0.5).parts[0].documents
     assert shrunk == Documents(3, 500)
     for bad in ((0, 10), (1, 0)):
-        with pytest.raises(ConfigError, match="document.* >= 1, got 0"):
+        with pytest.raises(ConfigError, match=r"document.* >= 1, got 0"):
             Documents(*bad)
 
 
