@@ -190,7 +190,9 @@ def bench(
     strategy: Annotated[
         list[str] | None, typer.Option(help="collocated, disaggregated, or a policy of `nanopd route` (repeatable).")
     ] = None,
-    profile: Annotated[str | None, typer.Option(help="Hardware profile that slo and the seed-* strategies need: h200 or a file.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="Hardware profile for slo, seed-rule and seed-estimate: h200 or a file.")
+    ] = None,
     policy: Annotated[list[str] | None, typer.Option(help="KEY=VALUE option of a policy (repeatable).")] = None,
     workload: Annotated[
         str,
