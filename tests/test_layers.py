@@ -30,7 +30,7 @@ NO_TORCH = (
     "nanopd.engine", "nanopd.engine.*",
     "nanopd.transfer", "nanopd.transfer.*",
     "nanopd.workers", "nanopd.workers.spec", "nanopd.workers.pools", "nanopd.workers.worker", "nanopd.workers.curves",
-    "nanopd.workers.affinity",
+    "nanopd.workers.affinity", "nanopd.workers.wire",
     "nanopd.costmodel", "nanopd.costmodel.*",
     "nanopd.router", "nanopd.router.*", "nanopd.bench", "nanopd.bench.*", "nanopd.sim", "nanopd.sim.*",
     "nanopd.viz", "nanopd.viz.*", "nanopd.course", "nanopd.course.*", "nanopd.cli", "nanopd.cli.*",

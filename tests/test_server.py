@@ -260,6 +260,18 @@ def test_a_worker_that_is_broken_for_good_hands_its_requests_to_others(victim: s
     check_idle(server)
 
 
+def test_a_worker_that_says_it_is_gone_is_not_asked_again() -> None:
+    workers = make_workers("p0 d0 d1")
+    fault = Fault(workers[1], lambda n, plan: n >= 3, WorkerFailedError("its process was killed"))
+    server = serve(workers, config=CentralConfig(max_failed_steps=9, max_retries=1))
+    params = [SamplingParams(max_tokens=8, seed=i) for i in range(20)]
+    outputs = server.generate(prompts(20), params, use_tqdm=False)
+    expected = [oracle(prompt, one, 0, MAX_LEN) for prompt, one in zip(prompts(20), params, strict=True)]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert fault.count == 3 and not server.central.workers["d0"].alive
+    check_idle(server)
+
+
 def test_without_another_worker_requests_fail_with_the_reason_and_later_ones_are_refused() -> None:
     workers = make_workers("p0 d0")
     Fault(workers[0], lambda n, plan: True, RuntimeError("fell off the bus"))

@@ -26,6 +26,7 @@ from nanopd.workers import affinity
 from nanopd.workers.elastic import ElasticRunner, Occupancy
 from nanopd.workers.partition import BlasHint, SmPartition, partition_device
 from nanopd.workers.pools import Placement, Pool, devices
+from nanopd.workers.process import ProcessRunner
 from nanopd.workers.spec import DeviceSpec
 from nanopd.workers.worker import CollocatedWorker, DecodeWorker, PrefillWorker, Role, Worker
 
@@ -49,6 +50,7 @@ class Limits:
     enforce_eager: bool
     graph_sizes: Sequence[int] | None
     elastic: bool = False
+    processes: bool = False
 
     def of(self, role: Role) -> SchedulerConfig:
         mixes = role is Role.COLLOCATED or (role is Role.DECODE and self.elastic)
@@ -105,11 +107,19 @@ def make_worker(
     occupancy: Occupancy,
     stack: ExitStack,
 ) -> Worker:
-    """A worker over ``cache``. Elastic ones with a partition get a second runner, on the whole card."""
+    """A worker over ``cache``. Elastic ones with a partition get a second runner, on the whole card.
+
+    With ``limits.processes`` its runner is at work once ``capture_graphs`` returns.
+    """
     role, partition = placement.role, place.partition
     make = partial(make_runner, base=base, cache=cache, limits=limits, role=role)
-    runner: ModelRunner | ElasticRunner = make(place.stream, placement.spec.num_sms)
+    runner: ModelRunner | ElasticRunner | ProcessRunner
     enter: Callable[[], AbstractContextManager[object]] = place.enter
+    if limits.processes:
+        limited = runner_options(base, cache, limits, role)
+        runner = ProcessRunner(placement.name, placement.spec, base, cache, get_ops(base.device), limited)
+    else:
+        runner = make(place.stream, placement.spec.num_sms)
     if limits.elastic and partition is not None:
         alone = make(torch.cuda.Stream(base.device), None)
         runner = ElasticRunner(placement.name, alone, runner, occupancy, partition.enter)
@@ -138,20 +148,22 @@ def make_runner(
     role: Role,
 ) -> ModelRunner:
     """Ops of its own, since kernels keep scratch counters between launches; weights and pool may be shared."""
-    config = limits.of(role)
     ops = _ops(base.device, num_sms)
-    return ModelRunner(
-        Transformer(base.config, base.weights, ops),
-        cache,
-        ops,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=min(config.max_num_batched_tokens, cache.num_blocks * cache.block_size),
-        max_model_len=config.max_model_len,
-        vocab_size=base.config.vocab_size,
-        enforce_eager=limits.enforce_eager or role is Role.PREFILL,  # it never takes a step of decodes alone
-        graph_sizes=limits.graph_sizes,
-        stream=stream,
-    )
+    model = Transformer(base.config, base.weights, ops)
+    return ModelRunner(model, cache, ops, **runner_options(base, cache, limits, role), stream=stream)
+
+
+def runner_options(base: Transformer, cache: KVCache, limits: Limits, role: Role) -> dict[str, Any]:
+    """What a ``ModelRunner`` is told about its steps."""
+    config = limits.of(role)
+    return {
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": min(config.max_num_batched_tokens, cache.num_blocks * cache.block_size),
+        "max_model_len": config.max_model_len,
+        "vocab_size": base.config.vocab_size,
+        "enforce_eager": limits.enforce_eager or role is Role.PREFILL,  # it never takes a step of decodes alone
+        "graph_sizes": limits.graph_sizes,
+    }
 
 
 def model_on(device: torch.device, loaded: LoadedModel) -> Transformer:

@@ -20,6 +20,7 @@ from nanopd.workers import affinity, build
 from nanopd.workers.elastic import Occupancy
 from nanopd.workers.partition import BlasHint
 from nanopd.workers.pools import devices, placements, plan_pools
+from nanopd.workers.process import check_processes
 from nanopd.workers.spec import DeviceSpec, check_specs
 from nanopd.workers.worker import Role, Worker
 
@@ -67,6 +68,7 @@ class Cluster:
         prefill_chunk: int | None = None,
         collocated_chunk: int | None = None,
         elastic: bool = False,
+        processes: bool = False,
         blas_hint: BlasHint = "always",
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
@@ -91,11 +93,16 @@ class Cluster:
                 mix both; None leaves it to ``max_num_batched_tokens``.
             elastic: workers with an SM partition have the whole card while nobody else of it computes, and decode
                 workers also take prompts (requests that are routed to be collocated), chunks beside their decodes.
+            processes: a process of its own prepares and runs each worker's steps, while all books stay here. Weights
+                and pools are shared with it, for which those on the CPU, a loaded model's included, are moved to
+                shared memory. No SM partitions, not elastic, no streaming of layers. A process imports torch when it
+                starts, and the script that calls this, which must do so under ``if __name__ == "__main__":``.
             blas_hint: which partitions' sizes cuBLAS is told: "always", "groups" (multiples of 8 SMs) or "never".
             graph_sizes, gpu_memory_utilization, others: as for ``LLM``.
 
         Raises:
             ConfigError, ModelLoadError, CudaUnavailableError: see the message. Nothing stays allocated then.
+            WorkerFailedError: a process did not start.
         """
         check_options(
             block_size=block_size,
@@ -103,12 +110,15 @@ class Cluster:
             enable_prefix_caching=enable_prefix_caching,
             enforce_eager=enforce_eager,
             elastic=elastic,
+            processes=processes,
             use_tqdm=use_tqdm,
         )
         _check_numbers(graph_sizes, gpu_memory_utilization, max_num_seqs)
         if blas_hint not in get_args(BlasHint):
             raise ConfigError(f"blas_hint must be one of {', '.join(get_args(BlasHint))}, got {blas_hint!r}")
         where = placements(collocated, prefill, decode)
+        if processes:
+            check_processes([w.spec for w in where], elastic)
         pools = plan_pools(where, shared_pool)
         check_specs([w.spec for w in where], num_sms=build.gpu_sms(), cores=affinity.usable_cores())
         loaded = load_model(model, device=devices(where)[0], dtype=dtype) if isinstance(model, str) else model
@@ -119,7 +129,7 @@ class Cluster:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=model_len(loaded.config, max_model_len),
         )
-        limits = build.Limits(steps, prefill_chunk, collocated_chunk, enforce_eager, graph_sizes, elastic)
+        limits = build.Limits(steps, prefill_chunk, collocated_chunk, enforce_eager, graph_sizes, elastic, processes)
         for role in Role:
             limits.of(role)  # what no worker needs must make sense too
         with ExitStack() as stack:
