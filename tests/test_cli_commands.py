@@ -136,6 +136,8 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--model", "dummy:tiny", "--device", "cpu"], 2, "no tokenizer"),
         (["--device", "moon"], 2, "moon"),
         (["--max-tokens", "many"], 2, "--max-tokens"),
+        (["--processes"], 2, "--processes is about workers"),
+        (["--collocated", "cuda:0/sm=8", "--processes"], 2, "an SM partition is for one process"),
     ],
 )
 def test_generate_refuses(options: list[str], code: int, says: str, capfd: pytest.CaptureFixture[str]) -> None:

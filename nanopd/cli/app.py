@@ -111,6 +111,7 @@ def generate(
     collocated: Workers = None,
     prefill: Workers = None,
     decode: Workers = None,
+    processes: Annotated[bool, typer.Option(help="A process for each of these workers.")] = False,
 ) -> None:
     """Continue a prompt; tokens are shown as they come. With --prefill and --decode the two phases run apart."""
     from nanopd.cli.generate import Places, stream_to_terminal
@@ -127,7 +128,7 @@ def generate(
         ignore_eos=ignore_eos,
     )
     text = sys.stdin.read() if prompt == "-" else prompt
-    places = Places(collocated, prefill, decode)
+    places = Places(collocated, prefill, decode, processes)
     stream_to_terminal(text, params, model=model, device=device, dtype=dtype, chat=chat, stats=stats, places=places)
 
 

@@ -17,11 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Places:
-    """Where workers run, as device specs with commas between them; all None: one engine on one device."""
+    """Where workers run, as device specs with commas between them; all None: one engine on one device.
+
+    ``processes``: each of them in a process of its own.
+    """
 
     collocated: str | None = None
     prefill: str | None = None
     decode: str | None = None
+    processes: bool = False
 
     def __bool__(self) -> bool:
         return any((self.collocated, self.prefill, self.decode))
@@ -46,6 +50,8 @@ def stream_to_terminal(
     if places:
         _on_workers(prompt, params, places, model=model, device=device, dtype=dtype, chat=chat, stats=stats)
         return
+    if places.processes:
+        raise ConfigError("--processes is about workers: name some with --collocated, or --prefill and --decode")
     from nanopd.engine.llm import LLM
 
     llm = LLM(model, device=device, dtype=dtype)
@@ -76,7 +82,9 @@ def _on_workers(
         [] if text is None else parse_devices(text) for text in (places.collocated, places.prefill, places.decode)
     )
     apart = bool(prefill and decode)
-    with Cluster.build(model, dtype=dtype, collocated=collocated, prefill=prefill, decode=decode) as cluster:
+    with Cluster.build(
+        model, dtype=dtype, collocated=collocated, prefill=prefill, decode=decode, processes=places.processes
+    ) as cluster:
         if stats:
             print(cluster.describe(), file=sys.stderr)
         with Server.of(cluster, make_policy("disaggregated" if apart else "collocated")) as server:
