@@ -318,10 +318,15 @@ def test_pool_and_weights_are_one_memory(alone: Cluster) -> None:
     cache = runner.kv_cache.tensor
     cache.fill_(float("nan"))
     block = requests[0].table.block_ids[0]
-    runner.execute(plan)
+    (drawn,), norm = runner.execute(plan), runner.model.weights.final_norm
     written = cache[:, :, block, :3]
     assert torch.isfinite(written).all() and written.abs().max() > 0
     assert torch.isnan(cache).sum() == cache.numel() - written.numel(), "nothing else was written"
+    assert drawn != [0]
+    before = norm.clone()
+    norm.zero_()
+    assert runner.execute(plan) == [[0]], "all logits are equal now: the first of them"
+    norm.copy_(before)
     end(alone, plan, requests)
 
 

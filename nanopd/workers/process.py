@@ -64,6 +64,7 @@ class ProcessRunner:
         options: Mapping[str, Any],
     ) -> None:
         self.name = name
+        self.model = model  # its weights, like the pool, must outlive the process that reads them
         self.kv_cache = kv_cache
         self.ops = ops
         self.device = kv_cache.device
@@ -117,7 +118,7 @@ class ProcessRunner:
         return self.launch(plan).wait()
 
     def close(self) -> None:
-        """End the process: ask, wait, kill. Idempotent. Lets go of the pool."""
+        """End the process: ask, wait, kill. Idempotent. Lets go of model and pool."""
         if self.closed:
             return
         self.closed = True
@@ -127,7 +128,8 @@ class ProcessRunner:
         self._end()
         self._connection.close()
         self._process.close()
-        self.__dict__.pop("kv_cache", None)
+        for attribute in ("model", "kv_cache"):
+            self.__dict__.pop(attribute, None)
 
     @property
     def pid(self) -> int | None:

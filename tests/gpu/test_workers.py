@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 
 import pytest
@@ -106,6 +108,56 @@ def test_elastic_workers(pair: Pair, shared: bool) -> None:
     with build(pair, shared_pool=shared, elastic=True) as cluster:
         with Server.of(cluster, Alternate()) as server:
             pair.check(server.generate(prompts, [greedy(16)] * len(prompts), use_tqdm=False), prompts)
+        check_pools_are_free(cluster)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "separate"])
+def test_workers_in_processes_of_their_own(pair: Pair, shared: bool) -> None:
+    """Pool and weights reach them through CUDA IPC; the copy between separate pools is made in this process."""
+    prompts = pair.prompts * 2
+    with build(pair, partitions=False, processes=True, shared_pool=shared, collocated=["cuda:0"]) as cluster:
+        link = cluster.links["prefill0", "decode0"]
+        assert link.path == ("shared pool" if shared else "same-device copy")
+        with Server.of(cluster, Alternate()) as server:
+            pair.check(server.generate(prompts, [greedy(16)] * len(prompts), use_tqdm=False), prompts)
+        pids = [worker.runner.pid for worker in cluster.workers]
+        assert len({*pids, os.getpid()}) == 4
+        check_pools_are_free(cluster)
+
+
+def test_processes_leave_nothing_on_the_card(pair: Pair) -> None:
+    left = []
+    for _ in range(3):
+        with build(pair, partitions=False, processes=True) as cluster, Server.of(cluster, DISAGGREGATED) as server:
+            server.generate(pair.prompts[:4], greedy(4), use_tqdm=False)
+        del cluster, server
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.ipc_collect()
+        left.append(torch.cuda.memory_allocated())
+    assert left[2] <= left[0] + (1 << 20)
+
+
+def test_a_killed_process_takes_its_worker_and_nothing_else(pair: Pair) -> None:
+    with build(pair, partitions=False, processes=True, prefill=[], decode=[], collocated=["cuda:0"] * 2) as cluster:
+        steps: list[str] = []
+
+        def on_step(name: str, step: object) -> None:
+            steps.append(name)
+            if name == "collocated0" and steps.count(name) == 3:
+                os.kill(cluster.workers[0].runner.pid, signal.SIGKILL)
+
+        with Server.of(cluster, Always(Path.COLLOCATED), on_step=on_step) as server:
+            pair.check(server.generate(pair.prompts, [greedy(24)] * len(pair.prompts), use_tqdm=False), pair.prompts)
+        assert [worker.alive for worker in cluster.workers] == [False, True]
+        check_pools_are_free(cluster)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_processes_on_two_cards(pair: Pair) -> None:
+    with build(pair, partitions=False, processes=True, prefill=["cuda:1"], decode=["cuda:0"]) as cluster:
+        with Server.of(cluster, DISAGGREGATED) as server:
+            pair.check(server.generate(pair.prompts, [greedy(24)] * len(pair.prompts), use_tqdm=False), pair.prompts)
         check_pools_are_free(cluster)
 
 
