@@ -326,3 +326,17 @@ def test_get_ops() -> None:
             get_ops("cuda")
     with pytest.raises(UnsupportedShapeError, match="meta"):
         get_ops("meta")
+
+
+@pytest.mark.parametrize("size", [96, 97])
+@pytest.mark.parametrize("rows", range(11))
+def test_linear_layers_of_few_rows(rows: int, size: int) -> None:
+    """Float32 on the CPU takes another way for few rows; float64 does not."""
+    x, weight, bias = torch.randn(rows, 200), torch.randn(size, 200), torch.randn(size)
+    for b in (None, bias):
+        expected = x.double() @ weight.double().T + (0 if b is None else b.double())
+        out = torch.full((rows, size), float("nan"))
+        assert OPS.linear(x, weight, b, out=out) is out
+        for got in (out, OPS.linear(x, weight, b), OPS.linear(x, weight.T.contiguous().T, b)):
+            assert got.is_contiguous() or rows < 2
+            torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)

@@ -25,8 +25,9 @@ _QUERY_TILE = 512
 _GROUP_TOKENS = 8192
 _MAX_PADDING = 2.0
 
-# torch's float32 products of 2 and 3 rows take a CPU up to 1.7 times as long as those of 4, so they are given 4.
-_FAST_ROWS = 4
+# Up to so many rows a float32 product on a CPU is computed the other way round, W x^T: MKL takes up to four times as
+# long for x W^T, and for a single row it uses one core only, unless W comes in two halves.
+_FEW_ROWS = 8
 
 
 class ReferenceOps:
@@ -186,9 +187,8 @@ class ReferenceOps:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         checks.linear(x, weight, out)
-        if _slow_rows(x):
-            product = F.linear(F.pad(x, (0, 0, 0, _FAST_ROWS - x.shape[0])), weight, bias)[: x.shape[0]]
-            return product if out is None else out.copy_(product)
+        if 0 < x.shape[0] <= _FEW_ROWS and x.dtype is torch.float32 and x.device.type == "cpu":
+            return _linear_of_few(x, weight, bias, out)
         return F.linear(x, weight, bias) if out is None else linear_into(out, x, weight, bias)
 
     def gated_linear(self, x: Tensor, gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -203,9 +203,16 @@ class ReferenceOps:
         return product.to(gate_up.dtype) if out is None else out.copy_(product)
 
 
-def _slow_rows(x: Tensor) -> bool:
-    """Whether a product of so few rows takes the CPU longer than one of ``_FAST_ROWS``."""
-    return 1 < x.shape[0] < _FAST_ROWS and x.dtype is torch.float32 and x.device.type == "cpu"
+def _linear_of_few(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """x [T, K] @ weight [N, K].T as weight @ x.T; returns [T, N], contiguous."""
+    num_rows, size = x.shape[0], weight.shape[0]
+    out = torch.empty((num_rows, size), dtype=x.dtype) if out is None else out
+    if num_rows == 1 and size % 2 == 0:
+        column = x.t().expand(2, -1, 1)
+        torch.bmm(weight.unflatten(0, (2, -1)), column, out=out.view(2, size // 2, 1))
+    else:
+        out.copy_(torch.mm(weight, x.t()).t())
+    return out if bias is None else out.add_(bias)
 
 
 def _slots_of(block_tables: Tensor, length: int, block_size: int) -> Tensor:
