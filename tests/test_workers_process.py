@@ -21,16 +21,19 @@ from model_cases import VOCAB, random_hf_model, save
 
 from nanopd import LLM, SamplingParams
 from nanopd.engine.outputs import RequestOutput
-from nanopd.engine.plan import ScheduledChunk, StepPlan
+from nanopd.engine.plan import ScheduledChunk, SchedulerConfig, StepPlan
 from nanopd.engine.request import Request
+from nanopd.engine.scheduler import Scheduler
 from nanopd.errors import (
     ConfigError,
+    CudaUnavailableError,
     IllegalTransitionError,
     NonFiniteLogitsError,
     NoWorkerError,
     StepFailedError,
     WorkerFailedError,
 )
+from nanopd.kv.block_manager import BlockManager
 from nanopd.kv.cache import KVCache
 from nanopd.model.loader import LoadedModel, load_model
 from nanopd.router.central import CentralConfig
@@ -269,6 +272,47 @@ def test_a_runner_that_cannot_be_made_over_there_is_an_error_here(tiny: LoadedMo
             runner.execute(StepPlan())
     finally:
         runner.close()
+
+
+def test_shared_memory_that_is_too_small_is_named(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: torch.Tensor) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    with pytest.raises(ConfigError, match=r"2\.1 MB of weights or KV do not fit into shared memory: .*--shm-size"):
+        Cluster.build(tiny, collocated=["cpu"], processes=True, **{**SMALL, "num_blocks": 64})
+    assert multiprocessing.active_children() == []
+
+
+class OnGpu(KVCache):
+    """Says that it lies on a GPU: its memory is then handed over through the pipe, once the process has started."""
+
+    device = torch.device("cuda:0")
+
+
+class Unshareable:
+    def __reduce__(self) -> str:
+        raise RuntimeError("CUDA error: operation not supported")
+
+
+def test_what_a_gpu_holds_is_handed_over_once_the_process_runs(tiny: LoadedModel) -> None:
+    from multiprocessing import resource_sharer
+
+    cache = OnGpu(KVCache.allocate(tiny.config, 16, 16, tiny.model.dtype, "cpu").tensor, "tiny")
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "vocab_size": 1024}
+    runner = ProcessRunner("w", DeviceSpec("cpu"), tiny.model, cache, tiny.model.ops, options)
+    try:
+        runner.capture_graphs()
+        scheduler = Scheduler(SchedulerConfig(4, 32, None, 64), BlockManager(16, 16))
+        scheduler.add(Request("r", [1, 2, 3], SamplingParams(temperature=0)), 0.0)
+        assert len(runner.execute(scheduler.schedule(0.0))) == 1 and cache.tensor.abs().max() > 0
+    finally:
+        runner.close()
+        resource_sharer.stop()  # of multiprocessing: it passes on memory of the CPU where this test pretends
+
+    with pytest.raises(CudaUnavailableError, match=r"memory of cuda:0 reaches no other process: .* not supported"):
+        ProcessRunner("w", DeviceSpec("cpu"), tiny.model, cache, tiny.model.ops, {"odd": Unshareable()})
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ here read the very blocks that the other process wrote. For that, a step's answe
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -17,12 +16,20 @@ import torch
 import torch.multiprocessing
 
 from nanopd.engine.plan import StepPlan
-from nanopd.errors import ConfigError, IllegalTransitionError, NonFiniteLogitsError, StepFailedError, WorkerFailedError
+from nanopd.errors import (
+    ConfigError,
+    CudaUnavailableError,
+    IllegalTransitionError,
+    NanoPDError,
+    NonFiniteLogitsError,
+    StepFailedError,
+    WorkerFailedError,
+)
 from nanopd.kv.cache import KVCache
 from nanopd.model.transformer import Transformer
-from nanopd.model.weights import LayerWeights, Weights
 from nanopd.ops.interface import Ops
 from nanopd.workers.process_child import Capture, Failure, Setup, main
+from nanopd.workers.sharing import share
 from nanopd.workers.spec import DeviceSpec
 from nanopd.workers.wire import StepMessage, StepWriter
 
@@ -46,7 +53,8 @@ class ProcessRunner:
 
     The process is there at once, and busy importing torch: ``capture_graphs`` waits until it can work.
 
-    Raises ConfigError if shared memory does not hold weights and pool, WorkerFailedError without a process.
+    Raises ConfigError if shared memory does not hold weights and pool, CudaUnavailableError if a GPU's memory cannot be
+    shared, WorkerFailedError without a process.
     A step raises NonFiniteLogitsError; StepFailedError for whatever else the runner over there raised; and
     WorkerFailedError once the process is gone: it has ended then, and writes nothing any more.
     """
@@ -73,7 +81,7 @@ class ProcessRunner:
         self._writer = StepWriter()
         self._waiting = False  # an answer is due
         self._started = False  # there has been one
-        _share([kv_cache.tensor, *_tensors(model.weights)])
+        share(model.weights, kv_cache.tensor)
         setup = Setup(
             model.config, model.weights, kv_cache.tensor, kv_cache.model, spec, options, torch.get_num_threads()
         )
@@ -95,7 +103,7 @@ class ProcessRunner:
         finally:
             theirs.close()  # else the end of the process would not end the pipe
         if on_gpu:
-            self._send(setup)
+            self._hand_over(setup)
 
     def capture_graphs(self, use_tqdm: bool = False) -> None:
         """Wait until the process is ready and has captured its graphs. Raises WorkerFailedError if it cannot start."""
@@ -137,6 +145,17 @@ class ProcessRunner:
         return None if self.closed else self._process.pid
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    def _hand_over(self, setup: Setup) -> None:
+        """Raises CudaUnavailableError where a GPU's memory cannot be shared with another process."""
+        try:
+            self._send(setup)
+        except BaseException as error:
+            self._connection.close()  # it waits for a setup, and not for an end
+            self.close()
+            if isinstance(error, RuntimeError) and not isinstance(error, NanoPDError):
+                raise CudaUnavailableError(f"memory of {self.device} reaches no other process: {error}") from error
+            raise
 
     def _send(self, message: Setup | Capture | StepMessage) -> None:
         if self.closed:
@@ -208,24 +227,3 @@ def _raised(failure: Failure) -> Exception:
     error = StepFailedError(f"{failure.kind}: {failure.message}")
     error.add_note(f"In the worker's process:\n{failure.trace}")
     return error
-
-
-def _tensors(weights: Weights) -> Iterator[torch.Tensor]:
-    parts: list[Weights | LayerWeights] = [weights, *weights.layers]
-    for part in parts:
-        for item in dataclasses.fields(part):
-            value = getattr(part, item.name)
-            if isinstance(value, torch.Tensor):
-                yield value
-
-
-def _share(tensors: list[torch.Tensor]) -> None:
-    """Move what lies on the CPU to shared memory, in place. Raises ConfigError if it does not fit."""
-    for tensor in tensors:
-        try:
-            tensor.share_memory_()  # nothing happens if it is shared, or on a GPU
-        except RuntimeError as error:
-            raise ConfigError(
-                f"{tensor.nbytes / 1e6:.1f} MB of weights or KV do not fit into shared memory: {error}; enlarge it"
-                " (/dev/shm; docker run --shm-size), use fewer blocks, or leave processes out"
-            ) from error
