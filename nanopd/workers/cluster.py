@@ -1,4 +1,4 @@
-"""Cluster: the workers of one process, built. Weights, pools, streams, partitions, graphs, and links between them."""
+"""Cluster: the workers of one host, built. Weights, pools, streams, partitions, graphs, and links between them."""
 
 from __future__ import annotations
 
