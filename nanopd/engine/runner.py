@@ -152,6 +152,7 @@ class ModelRunner:
         self.ops = ops
         self.device = kv_cache.device
         self.stream = stream
+        self.max_model_len = max_model_len
         self.run_ahead = run_ahead
         self.num_steps_ahead = 0  # that were handed out
         self._ahead: StepAhead | None = None
@@ -219,7 +220,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self, use_tqdm: bool = False) -> None:
-        """Capture all decode graphs now rather than each on its first use; nothing to do where there are none."""
+        """On a GPU, do now what would stall the first steps: compute a prompt (see ``warm_up``), capture all graphs."""
+        if self.device.type == "cuda":
+            self.warm_up()
         if self.graphs is None:
             return
         from tqdm.auto import tqdm
@@ -227,6 +230,34 @@ class ModelRunner:
         with self._on_device(), tqdm(self.graphs.missing, "Capturing CUDA graphs", disable=not use_tqdm) as sizes:
             for size in sizes:
                 self.graphs.capture(size)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compute the longest step's worth of one prompt. Its KV fills the pool's first blocks: call it before they
+        are in use.
+
+        A kernel is loaded at its first launch, and the driver then waits until the device is idle, with everybody
+        else: the first prompt of one worker would make the decodes of another one on the card wait to its end. The
+        activations' memory, too, is then taken before there is company.
+        """
+        block_size = self.kv_cache.block_size
+        slots = min(self.kv_cache.num_blocks, self.packer.max_blocks) * block_size
+        num_tokens = min(self.packer.max_num_tokens, slots, self.max_model_len)
+        with self._on_device():
+            positions = torch.arange(num_tokens, device=self.device)
+            batch = ForwardBatch(
+                token_ids=torch.zeros_like(positions),
+                positions=positions,
+                slot_mapping=positions,
+                cu_seqlens_q=torch.tensor([0, num_tokens], dtype=torch.int32, device=self.device),
+                context_lens=torch.tensor([num_tokens], dtype=torch.int32, device=self.device),
+                block_tables=torch.arange(slots // block_size, dtype=torch.int32, device=self.device).unsqueeze(0),
+                logits_rows=positions[-1:],
+                num_decodes=0,
+                max_seqlen_q=num_tokens,
+            )
+            tokens = greedy_tokens(self.model.forward(batch, self.kv_cache))
+            PendingStep(StepPlan(), tokens, self.device).end()
 
     def close(self) -> None:
         """Drop the CUDA graphs, and the references to model and KV cache. The runner is of no use after this."""

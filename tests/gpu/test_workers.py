@@ -198,6 +198,7 @@ def test_nothing_is_left_on_the_card(pair: Pair) -> None:
         del cluster, server
         gc.collect()
         torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # one for each pair of a thread's handle and a stream, so at random
         left.append(torch.cuda.memory_allocated())
-    assert left[3] <= left[1] + (1 << 20), "after the first ones, which make cuBLAS workspaces that stay"
+    assert left[3] <= left[1] + (1 << 20), "after the first ones"
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("nanopd")] == []
