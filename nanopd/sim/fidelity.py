@@ -3,7 +3,7 @@
     python -m nanopd.sim.fidelity         # against docs/results/nvidia-h200/one_card.json
 
 One number is not the profile's: ``host_s``, what planning, launching and bookkeeping take per step in a server that
-also has clients. It was set once, from the lightest collocated run, and is kept for all others.
+also has clients. It was set once, from the three lightest collocated runs, and is kept for all others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nanopd.router.policies import make_policy
 from nanopd.sim.cluster import SimulatedCluster
 from nanopd.sim.load import run_virtual
 
-HOST_S = 0.001  # seconds per step, see above
+HOST_S = 0.00085  # seconds per step, see above
 WARM_UP_S = 60.0  # of virtual time, in which documents are computed
 METRICS = ("ttft", "tpot", "e2e")
 SHARES = ("p50", "p90")
