@@ -90,16 +90,6 @@ class Report:
         except (KeyError, TypeError, AttributeError, ConfigError) as error:
             raise ReportError(f"{where} is damaged: {type(error).__name__}: {error}") from error
 
-    def thinned(self, most_samples: int) -> Report:
-        """With at most that many samples of each latency per run, evenly by size: violins from a smaller file."""
-        return replace(
-            self,
-            results=tuple(
-                replace(run, samples={name: _every(values, most_samples) for name, values in run.samples.items()})
-                for run in self.results
-            ),
-        )
-
     def save(self, path: str | Path) -> Path:
         """Write the JSON, whole or not at all; returns the path."""
         return write_whole(path, [json.dumps(self.to_json(), indent=1) + "\n"])
@@ -161,11 +151,6 @@ def first_reasons(records: list[RequestRecord], warmup_s: float = 0.0) -> dict[s
         if record.outcome is not Outcome.COMPLETED and record.time_s >= warmup_s:
             found.setdefault(record.outcome.value, record.reason)
     return found
-
-
-def _every(values: list[float], most: int) -> list[float]:
-    """Every k-th of them, so that at most that many are left."""
-    return values[:: max(1, -(-len(values) // most))]
 
 
 def basic_environment(command: str = "") -> dict[str, str]:
