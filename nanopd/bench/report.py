@@ -6,7 +6,7 @@ import json
 import math
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -170,3 +170,8 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(k): v if k in ("rate", "upper", "per_gpu") else _rounded(v) for k, v in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _every(values: list[float], most: int) -> list[float]:
+    """Every k-th of them, so that at most that many are left."""
+    return values[:: max(1, -(-len(values) // most))]
