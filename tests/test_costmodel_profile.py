@@ -21,6 +21,7 @@ from nanopd.costmodel import (
     preset_names,
 )
 from nanopd.errors import ConfigError
+from nanopd.ops.measure import recorded
 
 PROFILE = HardwareProfile(
     device="NVIDIA Toy",
@@ -205,3 +206,17 @@ def test_quality_says_in_words_what_is_poor() -> None:
     poor = FitQuality.of("x", [2.0, 2.0, 2.0], [1.0, 2.0, 3.0])
     assert len(poor.warnings) == 2 and "33%" in poor.warnings[0] and "R² = 0.00" in poor.warnings[1]
     assert FitQuality.of("x", [2.0, 2.0], [2.0, 2.0]).r2 is None, "nothing varies, so nothing is explained"
+
+
+def test_the_record_of_the_h200_profile_is_the_presets() -> None:
+    """Prose cites the record; the preset is what routers and simulations use."""
+    record = recorded("profile")
+    assert record is not None
+    values, found = record["values"], preset("h200")
+    assert values["num_points"] == len(found.points)
+    assert set(values["places"]) == set(found.quality)
+    for place, row in values["places"].items():
+        quality = found.quality[place]
+        assert row["median_error"] == pytest.approx(quality.median_error, abs=1e-5), place
+        assert row["p90_error"] == pytest.approx(quality.p90_error, abs=1e-5), place
+        assert row["held_out"] == quality.num_held_out
