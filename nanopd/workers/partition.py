@@ -21,6 +21,7 @@ import torch
 
 from nanopd.errors import ConfigError, CudaUnavailableError
 from nanopd.ops.compiler import require_cuda_core
+from nanopd.ops.launch import ensure_context
 
 # Whom to tell cuBLAS their number of SMs. On an H200, products on 32, 48 and 64 SMs gain 5 to 20 % by it, but on 68, 84
 # and 100 they lose 5 to 30 %: cuBLAS then rounds down to what its clusters divide. A prefill that is slowed down so
@@ -197,6 +198,7 @@ def blas_sms(num_sms: int) -> Iterator[bool]:
 
     Yields whether cuBLAS was found and took it; it is a hint, and results do not depend on it.
     """
+    ensure_context(torch.cuda.current_device())  # a thread that has done nothing yet has none, and torch would warn
     handle, blas = torch.cuda.current_blas_handle(), _cublas()
     done = blas is not None and blas.cublasSetSmCountTarget(ctypes.c_void_p(handle), num_sms) == 0
     try:
