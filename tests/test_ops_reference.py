@@ -340,3 +340,13 @@ def test_linear_layers_of_few_rows(rows: int, size: int) -> None:
         for got in (out, OPS.linear(x, weight, b), OPS.linear(x, weight.T.contiguous().T, b)):
             assert got.is_contiguous() or rows < 2
             torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(1, 24), (2, 24), (9, 24), (3, 5, 24), (9, 5, 24)], ids=str)
+def test_few_rows_are_an_operator_like_any_other(shape: tuple[int, ...]) -> None:
+    """With gradients, and for batches of rows, as more rows have them."""
+    x, weight = torch.randn(shape), torch.randn(16, 24, requires_grad=True)
+    got = OPS.linear(x, weight)
+    torch.testing.assert_close(got, x @ weight.T, rtol=1e-4, atol=1e-4)
+    (grad,) = torch.autograd.grad(got.sum(), weight)
+    torch.testing.assert_close(grad, x.reshape(-1, 24).sum(0).expand(16, 24), rtol=1e-4, atol=1e-4)

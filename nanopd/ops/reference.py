@@ -187,7 +187,7 @@ class ReferenceOps:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         checks.linear(x, weight, out)
-        if 0 < x.shape[0] <= _FEW_ROWS and x.dtype is torch.float32 and x.device.type == "cpu":
+        if x.dim() == 2 and 0 < x.shape[0] <= _FEW_ROWS and x.dtype is torch.float32 and x.device.type == "cpu":
             return _linear_of_few(x, weight, bias, out)
         return F.linear(x, weight, bias) if out is None else linear_into(out, x, weight, bias)
 
@@ -206,11 +206,13 @@ class ReferenceOps:
 def _linear_of_few(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
     """x [T, K] @ weight [N, K].T as weight @ x.T; returns [T, N], contiguous."""
     num_rows, size = x.shape[0], weight.shape[0]
-    out = torch.empty((num_rows, size), dtype=x.dtype) if out is None else out
     if num_rows == 1 and size % 2 == 0:
         column = x.t().expand(2, -1, 1)
-        torch.bmm(weight.unflatten(0, (2, -1)), column, out=out.view(2, size // 2, 1))
+        halves = None if out is None else out.view(2, size // 2, 1)
+        product = torch.bmm(weight.unflatten(0, (2, -1)), column, out=halves)
+        out = product.view(1, size) if out is None else out
     else:
+        out = torch.empty((num_rows, size), dtype=x.dtype) if out is None else out
         out.copy_(torch.mm(weight, x.t()).t())
     return out if bias is None else out.add_(bias)
 
