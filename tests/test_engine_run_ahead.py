@@ -129,6 +129,31 @@ def test_a_row_that_fails_ahead_of_its_plan_fails_by_name(tiny: LoadedModel) -> 
     check_clean(llm)
 
 
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_an_error_of_the_step_ahead_ends_whom_that_step_is_planned_for(tiny: LoadedModel, run_ahead: bool) -> None:
+    """Whoever ends with the step before it has its last token, and the others have theirs."""
+    llm = make_llm(tiny, run_ahead)
+    forward = llm.model.forward
+
+    class Broken:
+        def forward(self, batch, *rest):
+            if batch.num_decodes and int(batch.positions.max()) == 30:
+                raise RuntimeError("position 30")
+            return forward(batch, *rest)
+
+    llm.runner.model = Broken()
+    for name, prompt, max_tokens in (("goes on", [1] * 20, 40), ("ends", [2] * 5, 11), ("too", [3] * 5, 12)):
+        llm.engine.add_request(prompt, greedy(max_tokens), request_id=name)
+    outputs = {}
+    while llm.engine.has_unfinished:
+        outputs |= {output.request_id: output for output in llm.engine.step()}
+    assert {name: len(output.outputs[0].token_ids) for name, output in outputs.items()} == dict.fromkeys(outputs, 11)
+    assert outputs["ends"].error is None
+    assert "2 requests raised RuntimeError: position 30" in str(outputs["goes on"].error)
+    assert outputs["too"].error is outputs["goes on"].error
+    check_clean(llm)
+
+
 def test_what_can_be_known_of_the_next_step() -> None:
     manager = BlockManager(20, 8, enable_prefix_caching=False)
 

@@ -7,7 +7,7 @@ draw follows from the logits, the request's parameters and its uniform number.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -181,7 +181,8 @@ class ModelRunner:
         else:
             self.num_steps_ahead += 1
         if self.run_ahead:
-            self._launch_ahead(pending)
+            with suppress(Exception):  # it comes again where it belongs, if somebody plans that step
+                self._launch_ahead(pending)
         return pending.wait()
 
     @torch.inference_mode()
