@@ -425,3 +425,15 @@ def test_a_step_that_nobody_waited_for_is_no_step_to_go_on_from(alone: Cluster) 
         runner.launch(plan)
     assert pending.wait() == runner.execute(plan)
     end(alone, plan, requests)
+
+
+def test_a_step_that_was_refused_leaves_nothing_half_known(alone: Cluster) -> None:
+    """Of a table only its news cross the pipe: what was not sent is news still."""
+    runner = alone.workers[0].runner
+    plan, requests = prompt_step(alone, 2)
+    first, second = (StepPlan([chunk]) for chunk in plan.chunks)
+    pending = runner.launch(first)
+    with pytest.raises(IllegalTransitionError):
+        runner.launch(second)
+    assert [pending.wait()[0], runner.execute(second)[0]] == runner.execute(plan)
+    end(alone, plan, requests)

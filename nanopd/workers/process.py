@@ -107,6 +107,7 @@ class ProcessRunner:
 
     def capture_graphs(self, use_tqdm: bool = False) -> None:
         """Wait until the process is ready and has captured its graphs. Raises WorkerFailedError if it cannot start."""
+        self._check_free()
         self._send(Capture(use_tqdm))
         try:
             self._receive()
@@ -118,6 +119,7 @@ class ProcessRunner:
 
         ``after_layer`` is called for every layer, but not before the step has ended: nothing is streamed.
         """
+        self._check_free()  # before it is written: what the writer has written counts as known over there
         self._send(self._writer.write(plan))
         return PendingAnswer(self, after_layer)
 
@@ -157,11 +159,13 @@ class ProcessRunner:
                 raise CudaUnavailableError(f"memory of {self.device} reaches no other process: {error}") from error
             raise
 
-    def _send(self, message: Setup | Capture | StepMessage) -> None:
+    def _check_free(self) -> None:
         if self.closed:
             raise WorkerFailedError(f"the runner of worker {self.name} was closed")
         if self._waiting:
             raise IllegalTransitionError(f"worker {self.name} has a step that nobody has waited for")
+
+    def _send(self, message: Setup | Capture | StepMessage) -> None:
         try:
             self._connection.send(message)
         except OSError as error:
