@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path as File
 from queue import SimpleQueue
 
@@ -436,4 +437,28 @@ def test_a_step_that_was_refused_leaves_nothing_half_known(alone: Cluster) -> No
     with pytest.raises(IllegalTransitionError):
         runner.launch(second)
     assert [pending.wait()[0], runner.execute(second)[0]] == runner.execute(plan)
+    end(alone, plan, requests)
+
+
+def test_an_interrupt_waits_for_the_step_to_end_over_there(alone: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are given to somebody else next. And the process goes on."""
+    runner: ProcessRunner = alone.workers[0].runner
+    plan, requests = prompt_step(alone)
+    right = runner.execute(plan)
+    os.kill(runner.pid, signal.SIGSTOP)  # a step that takes long
+    wake = threading.Timer(0.3, os.kill, (runner.pid, signal.SIGCONT))
+    pending = runner.launch(plan)
+    look = Connection.poll
+
+    def interrupted(self: Connection, *timeout: float) -> bool:
+        monkeypatch.setattr(Connection, "poll", look)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Connection, "poll", interrupted)
+    wake.start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        pending.wait()
+    assert time.monotonic() - began > 0.2
+    assert runner.execute(plan) == right
     end(alone, plan, requests)

@@ -175,9 +175,13 @@ class ProcessRunner:
     def _receive(self) -> Any:
         """The answer to the last message. Raises what the child did, or WorkerFailedError."""
         try:
-            while not self._connection.poll(LOOK_S):
-                if not self._process.is_alive() and not self._connection.poll():
-                    raise EOFError
+            try:
+                self._await_answer()
+            except KeyboardInterrupt:  # the step goes on over there, and writes to blocks that are freed once we return
+                self._await_answer()
+                self._connection.recv()
+                self._waiting = False
+                raise
             answer = self._connection.recv()
         except (EOFError, OSError) as error:
             raise self._gone() from error
@@ -185,6 +189,11 @@ class ProcessRunner:
         if isinstance(answer, Failure):
             raise _raised(answer)
         return answer
+
+    def _await_answer(self) -> None:
+        while not self._connection.poll(LOOK_S):
+            if not self._process.is_alive() and not self._connection.poll():
+                raise EOFError
 
     def _gone(self) -> WorkerFailedError:
         """Once it has ended for good: its writes to the pool end with it."""
