@@ -263,6 +263,33 @@ def test_a_process_that_hangs_is_killed_at_the_end(tiny: LoadedModel, monkeypatc
     assert multiprocessing.active_children() == []
 
 
+def test_a_step_that_waits_while_another_thread_closes_fails(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanopd.workers.process.CLOSE_S", 0.1)
+    monkeypatch.setattr("nanopd.workers.process.LOOK_S", 0.02)
+    cluster = Cluster.build(tiny, collocated=["cpu"], processes=True, **SMALL)
+    runner = cluster.workers[0].runner
+    os.kill(runner.pid, signal.SIGSTOP)
+    pending = runner.launch(prompt_step(cluster)[0])
+    errors: SimpleQueue[BaseException] = SimpleQueue()
+
+    def wait() -> None:
+        try:
+            pending.wait()
+        except BaseException as error:
+            errors.put(error)
+
+    end, go_on = runner._end, threading.Event()
+    monkeypatch.setattr(runner, "_end", lambda: (threading.current_thread() is waiting and go_on.wait(20), end())[1])
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    cluster.close()
+    go_on.set()  # it notices once all is closed
+    error = errors.get(timeout=20)
+    waiting.join(20)
+    assert isinstance(error, WorkerFailedError) and "collocated0 ended with exit code -9" in str(error)
+    assert multiprocessing.active_children() == []
+
+
 def test_a_runner_that_cannot_be_made_over_there_is_an_error_here(tiny: LoadedModel) -> None:
     cache = KVCache.allocate(tiny.config, 4, 8, tiny.model.dtype, "cpu")
     runner = ProcessRunner("w", DeviceSpec("cpu"), tiny.model, cache, tiny.model.ops, {"max_num_seqs": 4})

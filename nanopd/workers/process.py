@@ -7,6 +7,7 @@ here read the very blocks that the other process wrote. For that, a step's answe
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -41,7 +42,7 @@ _GUARD = "it imports the script that starts it, which must do so under `if __nam
 
 
 class ProcessRunner:
-    """Starts a process and gives it plans. One thread at a time; ``close`` from any, once no step runs.
+    """Starts a process and gives it plans. One thread at a time; ``close`` from any, at any time.
 
     Args:
         name: of the worker, for messages.
@@ -81,6 +82,9 @@ class ProcessRunner:
         self._writer = StepWriter()
         self._waiting = False  # an answer is due
         self._started = False  # there has been one
+        self._ending = threading.Lock()  # of the process object: a step may wait while another thread closes
+        self._ended = False
+        self._exit_code: int | None = None
         share(model.weights, kv_cache.tensor)
         setup = Setup(
             model.config, model.weights, kv_cache.tensor, kv_cache.model, spec, options, torch.get_num_threads()
@@ -137,14 +141,14 @@ class ProcessRunner:
                 self._connection.send(None)
         self._end()
         self._connection.close()
-        self._process.close()
         for attribute in ("model", "kv_cache"):
             self.__dict__.pop(attribute, None)
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None once closed."""
-        return None if self.closed else self._process.pid
+        """Of the process; None once it has ended and somebody has noticed."""
+        with self._ending:
+            return None if self._ended else self._process.pid
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -192,22 +196,29 @@ class ProcessRunner:
 
     def _await_answer(self) -> None:
         while not self._connection.poll(LOOK_S):
-            if not self._process.is_alive() and not self._connection.poll():
+            with self._ending:
+                alive = not self._ended and self._process.is_alive()
+            if not alive and not self._connection.poll():
                 raise EOFError
 
     def _gone(self) -> WorkerFailedError:
         """Once it has ended for good: its writes to the pool end with it."""
         self._waiting = False
-        self._end()
-        code = self._process.exitcode
+        code = self._end()
         hint = "" if self._started else f" before it was ready: {_GUARD}"
         return WorkerFailedError(f"the process of worker {self.name} ended with exit code {code}{hint}")
 
-    def _end(self) -> None:
-        self._process.join(CLOSE_S)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+    def _end(self) -> int | None:
+        """See to it that the process ends. Returns its exit code."""
+        with self._ending:
+            if not self._ended:
+                self._process.join(CLOSE_S)
+                if self._process.is_alive():
+                    self._process.kill()
+                    self._process.join()
+                self._exit_code, self._ended = self._process.exitcode, True
+                self._process.close()
+            return self._exit_code
 
 
 class PendingAnswer:
