@@ -19,9 +19,7 @@ def runs():
     return compare_with_record(measured["values"], preset("h200"))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "rates"), [("chunked", ("12", "17", "22")), ("partitions", ("27", "32", "37"))]
-)
+@pytest.mark.parametrize(("strategy", "rates"), [("chunked", ("12", "17", "22")), ("partitions", ("27", "32", "37"))])
 def test_simulated_latencies_are_within_ten_percent_of_measured_ones(
     runs, strategy: str, rates: tuple[str, ...]
 ) -> None:
