@@ -41,7 +41,7 @@ from nanopd.router.central import CentralConfig
 from nanopd.router.decision import Path
 from nanopd.router.server import Server
 from nanopd.workers.cluster import Cluster
-from nanopd.workers.process import ProcessRunner
+from nanopd.workers.process import PendingAnswer, ProcessRunner
 from nanopd.workers.spec import DeviceSpec
 
 LOAD = Load.at_random(11, 60, VOCAB)
@@ -263,7 +263,9 @@ def test_a_process_that_hangs_is_killed_at_the_end(tiny: LoadedModel, monkeypatc
     assert multiprocessing.active_children() == []
 
 
-def test_a_step_that_waits_while_another_thread_closes_fails(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_waits_while_another_thread_closes_fails(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("nanopd.workers.process.CLOSE_S", 0.1)
     monkeypatch.setattr("nanopd.workers.process.LOOK_S", 0.02)
     cluster = Cluster.build(tiny, collocated=["cpu"], processes=True, **SMALL)
@@ -489,3 +491,15 @@ def test_an_interrupt_waits_for_the_step_to_end_over_there(alone: Cluster, monke
     assert time.monotonic() - began > 0.2
     assert runner.execute(plan) == right
     end(alone, plan, requests)
+
+
+def test_an_interrupt_stays_one_if_the_process_ends_by_it_too() -> None:
+    class Dying:
+        errors = iter([KeyboardInterrupt(), WorkerFailedError("the process ended")])
+
+        def _receive(self) -> None:
+            raise next(self.errors)
+
+    with pytest.raises(KeyboardInterrupt):
+        PendingAnswer(Dying(), None).wait()
+    assert list(Dying.errors) == []

@@ -179,13 +179,11 @@ class ProcessRunner:
     def _receive(self) -> Any:
         """The answer to the last message. Raises what the child did, or WorkerFailedError."""
         try:
-            try:
-                self._await_answer()
-            except KeyboardInterrupt:  # the step goes on over there, and writes to blocks that are freed once we return
-                self._await_answer()
-                self._connection.recv()
-                self._waiting = False
-                raise
+            while not self._connection.poll(LOOK_S):
+                with self._ending:
+                    alive = not self._ended and self._process.is_alive()
+                if not alive and not self._connection.poll():
+                    raise EOFError
             answer = self._connection.recv()
         except (EOFError, OSError) as error:
             raise self._gone() from error
@@ -193,13 +191,6 @@ class ProcessRunner:
         if isinstance(answer, Failure):
             raise _raised(answer)
         return answer
-
-    def _await_answer(self) -> None:
-        while not self._connection.poll(LOOK_S):
-            with self._ending:
-                alive = not self._ended and self._process.is_alive()
-            if not alive and not self._connection.poll():
-                raise EOFError
 
     def _gone(self) -> WorkerFailedError:
         """Once it has ended for good: its writes to the pool end with it."""
@@ -229,7 +220,13 @@ class PendingAnswer:
 
     def wait(self) -> list[list[int]]:
         """See ``PendingStep.wait``; raises as ``ProcessRunner`` says."""
-        tokens: list[list[int]] = self._runner._receive()
+        tokens: list[list[int]]
+        try:
+            tokens = self._runner._receive()
+        except KeyboardInterrupt:  # the step goes on over there, and writes to blocks that are freed once this returns
+            with suppress(NanoPDError):
+                self._runner._receive()
+            raise
         if self._after_layer is not None:
             for layer in range(self._runner._num_layers):
                 self._after_layer(layer)
