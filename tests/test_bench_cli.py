@@ -60,7 +60,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
 
 
 def test_each_strategy_gets_its_workers_and_policy(fakes: list[dict], capsys: pytest.CaptureFixture[str]) -> None:
-    places = ["--collocated", "cpu", "--prefill", "cpu/cores=0", "--decode", "cpu/cores=1"]
+    places = ["--collocated", "cpu/cores=0-1", "--prefill", "cpu/cores=0", "--decode", "cpu/cores=1"]
     names = ["--strategy", "collocated", "--strategy", "disaggregated", "--strategy", "threshold"]
     settings = ["--policy", "max_local_prefill_length=7", "--no-goodput", "--prefill-chunk", "5"]
     assert run([*TINY, *places, *names, *settings]) == 0
@@ -78,6 +78,16 @@ def test_each_strategy_gets_its_workers_and_policy(fakes: list[dict], capsys: py
     assert "equal hardware" in shown
     for name in ("collocated", "disaggregated", "threshold"):
         assert name in shown
+
+
+def test_one_core_against_two_is_refused_or_labelled(fakes: list[dict], capfd: pytest.CaptureFixture[str]) -> None:
+    command = [*TINY, "--collocated", "cpu/cores=0", "--prefill", "cpu/cores=0", "--decode", "cpu/cores=1"]
+    assert run(command) == 2
+    assert "CPU cores: {'collocated': 1, 'disaggregated': 2}" in capfd.readouterr().err
+    assert run([*command, "--allow-unequal"]) == 0
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "UNEQUAL hardware, compared per device (CPU cores:" in shown
+    assert "requests/s per device (" in shown and "per GPU" not in shown
 
 
 def test_results_are_written_and_taken_up_again(

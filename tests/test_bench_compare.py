@@ -128,7 +128,11 @@ def test_hardware_of_places() -> None:
     assert Hardware.of_specs(["cuda:0", "cuda:1"], 132).sms == 264
     assert Hardware.of_specs(["cuda:0", "cuda:1"]).sms is None
     cpu = Hardware.of_specs(["cpu/cores=0", "cpu/cores=1"], None)
-    assert (cpu.num_gpus, cpu.sms) == (1, None)
+    assert (cpu.num_gpus, cpu.sms, cpu.cores) == (1, None, 2)
+    assert Hardware.of_specs(["cpu", "cpu/cores=0"], all_cores=8).cores == 8  # parts of the whole
+    assert Hardware.of_specs(["cpu/cores=0-3", "cpu/cores=2-5"]).cores == 6
+    assert Hardware.of_specs(["cuda:0/cores=0-3"]).cores is None
+    assert (Hardware.of_specs(["cpu"]).cores or 0) >= 1
     with pytest.raises(ConfigError):
         Hardware.of_specs([])
     with pytest.raises(ConfigError):
@@ -137,7 +141,7 @@ def test_hardware_of_places() -> None:
 
 @pytest.mark.parametrize(
     ("other", "says"),
-    [(Hardware(("cuda:0", "cuda:1"), 264), "'b': 2"), (Hardware(("cuda:0",), 48), "'b': 48")],
+    [(Hardware(("cuda:0", "cuda:1"), 264), "GPUs: .*'b': 2"), (Hardware(("cuda:0",), 48), "SMs: .*'b': 48")],
     ids=["gpus", "sms"],
 )
 def test_unequal_hardware_is_refused_before_anything_runs(other: Hardware, says: str) -> None:
@@ -162,6 +166,32 @@ def test_unequal_hardware_that_is_allowed_is_labelled_and_per_gpu() -> None:
 
 def test_unknown_sm_counts_do_not_count() -> None:
     assert check_equal({"a": ONE_GPU, "b": Hardware(("cuda:0",), None)}) == "equal hardware"
+
+
+@pytest.mark.parametrize(
+    ("collocated", "equal"), [("cpu", True), ("cpu/cores=2-3", True), ("cpu/cores=0", False), ("cpu/cores=0-2", False)]
+)
+def test_strategies_on_a_cpu_use_equally_many_cores(collocated: str, equal: bool) -> None:
+    hardware = {
+        "a": Hardware.of_specs([collocated], all_cores=2),
+        "b": Hardware.of_specs(["cpu/cores=0", "cpu/cores=1"], all_cores=2),
+    }
+    if equal:
+        assert check_equal(hardware) == "equal hardware"
+        return
+    with pytest.raises(UnequalHardwareError, match="CPU cores: .*'b': 2.* compare per device"):
+        check_equal(hardware)
+    assert check_equal(hardware, allow_unequal=True).startswith("UNEQUAL hardware, compared per device (CPU cores: ")
+
+
+def test_cores_are_in_the_report_and_reports_without_them_are_read(tmp_path: Path) -> None:
+    bench = Bench()
+    cpu = Hardware.of_specs(["cpu/cores=0", "cpu/cores=1"])
+    report = compare(bench, [bench.strategy("a", 0.05, cpu)])
+    assert load_report(report.save(tmp_path / "r.json")).hardware == {"a": cpu}
+    row = report.to_json()
+    del row["hardware"]["a"]["cores"]
+    assert Report.from_json(row).hardware["a"].cores is None
 
 
 # --- records ---------------------------------------------------------------------------------------------------

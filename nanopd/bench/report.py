@@ -37,7 +37,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """A comparison. ``comparison`` says on which footing: equal hardware, or per GPU."""
+    """A comparison. ``comparison`` says on which footing: equal hardware, or per device."""
 
     workload: str
     note: str  # where lengths and arrivals come from
@@ -79,7 +79,7 @@ class Report:
         try:
             results = tuple(_result(r) for r in data.pop("results"))
             hardware = {
-                name: Hardware(tuple(h["devices"]), h["sms"], h["description"])
+                name: Hardware(tuple(h["devices"]), h["sms"], h["description"], h.get("cores"))  # older ones lack cores
                 for name, h in data.pop("hardware").items()
             }
             goodput = {
@@ -113,7 +113,7 @@ def make_report(results: list[Result], hardware: Mapping[str, Hardware], *, allo
     """A report of ``results``, after checking that they can be compared; ``rest`` as the fields of `Report`.
 
     Raises:
-        UnequalHardwareError: GPU counts or SM totals differ, and ``allow_unequal`` is not given.
+        UnequalHardwareError: device counts, or totals of SMs or CPU cores differ, and ``allow_unequal`` is not given.
         ReportError: two strategies saw different arrivals at one rate, or a result has no hardware.
     """
     comparison = check_equal(hardware, allow_unequal)

@@ -211,7 +211,7 @@ def bench(
     stream: Annotated[bool, typer.Option(help="Take each token as it comes: gaps as a client sees them.")] = False,
     seed: Annotated[int, typer.Option(help="Of arrivals, lengths and prompts.")] = 0,
     goodput: Annotated[bool, typer.Option(help="Search the highest rate that meets the SLO.")] = True,
-    allow_unequal: Annotated[bool, typer.Option(help="Compare unequal hardware, per GPU.")] = False,
+    allow_unequal: Annotated[bool, typer.Option(help="Compare unequal hardware, per device.")] = False,
     max_model_len: Annotated[int | None, typer.Option(help="Prompt and output together, tokens.")] = None,
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks of each pool.")] = None,
     prefill_chunk: Annotated[int | None, typer.Option(help="Prompt tokens per step where nothing decodes.")] = None,

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from nanopd.bench.compare import GoodputSearch, Strategy, compare_strategies
+from nanopd.bench.hardware import device_word
 from nanopd.bench.load import LoadOptions
 from nanopd.bench.metrics import SLO, Percentiles
 from nanopd.bench.named import named_workload, workload_names
@@ -308,8 +309,9 @@ def show(report: Report, console: Console) -> None:
         console.print(line)
     limits = f"TTFT <= {_one(report.slo.ttft_s, 1e3)} ms and TPOT <= {_one(report.slo.tpot_s, 1e3)} ms"
     console.print(f"\nSLO: {limits}; {report.comparison}")
+    unit = f"requests/s per {device_word(report.hardware.values())}"
     for name, found in report.goodput.items():
-        console.print(f"goodput of {name}: {found.per_gpu:.4g} requests/s per GPU ({found.reason})")
+        console.print(f"goodput of {name}: {found.per_gpu:.4g} {unit} ({found.reason})")
     if not any(result.summary.attained for result in report.results):
         console.print(
             "No request met the SLO at any rate, so nothing can be compared: see what was dropped, lower --rate, take "
