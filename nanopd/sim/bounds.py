@@ -24,16 +24,18 @@ Sizes = list[tuple[int, int, int]]  # (start, new prompt tokens, output tokens) 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Requests per second of the whole layout, and which side sets the limit."""
+    """Requests per second of the whole layout, which side sets the limit, and where decodes do: for how many seconds a
+    request goes on after its first token, at the TPOT that is allowed, on average."""
 
     rate: float
     side: str
+    stay_s: float = 0.0
 
     def slackened(self, target: float, slo: SLO, duration_s: float) -> float:
         """What a run of ``duration_s`` could attain at most: ``1 - target`` of its requests may miss their limits, and
-        at its end as much may still wait as is served within the TTFT."""
-        backlog = 0.0 if slo.ttft_s is None else slo.ttft_s / duration_s
-        return self.rate / target * (1.0 + backlog)
+        at its end as much may still wait as is served within the TTFT, and then decode."""
+        backlog_s = (slo.ttft_s or 0.0) + self.stay_s
+        return self.rate / target * (1.0 + backlog_s / duration_s)
 
 
 def bound(cluster: SimulatedCluster, arrivals: Sequence[Arrival], slo: SLO) -> Bound:
@@ -48,9 +50,12 @@ def bound(cluster: SimulatedCluster, arrivals: Sequence[Arrival], slo: SLO) -> B
     mixed = sum(_collocated_rate(worker, sizes, slo) for worker in by_role[Role.COLLOCATED])
     prefill = sum(_prefill_rate(worker, sizes) for worker in by_role[Role.PREFILL])
     decode = sum(_decode_rate(worker, sizes, slo) for worker in by_role[Role.DECODE])
+    stay_s = (slo.tpot_s or 0.0) * sum(output for *_, output in sizes) / len(sizes)
     if not by_role[Role.PREFILL]:
-        return Bound(mixed, "collocated")
-    return Bound(mixed + min(prefill, decode), "prefill" if prefill < decode else "decode")
+        return Bound(mixed, "collocated", stay_s)
+    if prefill < decode:
+        return Bound(mixed + prefill, "prefill", stay_s if mixed else 0.0)
+    return Bound(mixed + decode, "decode", stay_s)
 
 
 def _sizes(arrivals: Sequence[Arrival]) -> Sizes:

@@ -34,6 +34,9 @@ ROUNDS = (0.25, 0.5, 1.0)  # shares of the duration
 TOLERANCES = (0.2, 0.1, 0.05)  # of the goodput search in each round
 SCHEMA = "nanopd-layout-search/1"
 SAMPLE = 200  # arrivals that tell what requests are like
+LEAST_REQUESTS = 40.0  # expected in a run, which lasts longer for it: of four, one that is late would decide
+STAYS = 4.0  # the longest runs last for at least so many times the time that an answer may take
+DRAIN_S = 3600.0  # virtual: long answers must not count as unfinished
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,8 @@ def search_layouts(
     Args:
         cluster: hardware, limits and links; its own places do not matter.
         schedule_at: see `ScheduleAt`; the same arrivals for every layout.
+        duration_s: of the longest runs, at least. They last longer where answers do: in a run that is over before the
+            first batch has ended, everybody finds a free seat.
 
     Raises ConfigError without a layout, for a duration or target out of range, or for what a cluster refuses in every
     layout.
@@ -124,9 +129,9 @@ def search_layouts(
         raise ConfigError(f"target must be in (0, 1), got {shown(target)}")
     search = _Search(cluster, schedule_at, slo, target, policy)
     with _progress(use_tqdm) as show:
+        search.begin(layouts, show)
+        duration_s = max(duration_s, STAYS * max(trial.bound.stay_s for trial in search.trials))
         for share, tolerance in zip(ROUNDS, TOLERANCES, strict=True):
-            if not search.trials:
-                search.begin(layouts, show)
             search.round(duration_s * share, tolerance, show)
             if share < 1.0:
                 search.halve(duration_s * share, tolerance)
@@ -178,15 +183,15 @@ class _Search:
 
     def _measure(self, trial: Trial, limit: float, duration_s: float, tolerance: float) -> Trial:
         cluster, policy = trial.layout.on(self.cluster), self.policy(trial.layout)
-        options = LoadOptions(drain_s=2.0 * duration_s)
         num_runs = 0
 
         def run(rate: float) -> Summary:
             nonlocal num_runs
             num_runs += 1
-            return simulate(cluster, policy, self.schedule_at(rate, duration_s), self.slo, options)
+            seconds = max(duration_s, LEAST_REQUESTS / rate)
+            return simulate(cluster, policy, self.schedule_at(rate, seconds), self.slo, LoadOptions(drain_s=DRAIN_S))
 
-        least = min(4.0 / duration_s, limit / 2)  # fewer arrivals tell nothing
+        least = min(4.0 / duration_s, limit / 2)
         guess = limit / 2 if trial.goodput is None or not trial.goodput.rate else trial.goodput.rate
         low, high = max(least, guess / 2), max(least * 2, min(limit, guess * 2))
         found = find_goodput(run, low=low, high=high, target=self.target, tolerance=tolerance)
@@ -202,7 +207,7 @@ class _Search:
         for trial in racing[-(-len(racing) // 2) :]:
             if trial.per_gpu * (1 + tolerance) < best:
                 verdict = (
-                    f"stopped after runs of {duration_s:g} s: {trial.per_gpu:.3g}/s per device, the best reached "
+                    f"stopped after runs of {duration_s:.3g} s: {trial.per_gpu:.3g}/s per device, the best reached "
                     f"{best:.3g}, and the better half goes on"
                 )
                 self.trials[self.trials.index(trial)] = replace(trial, verdict=verdict)
