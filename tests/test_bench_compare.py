@@ -179,7 +179,7 @@ def test_strategies_on_a_cpu_use_equally_many_cores(collocated: str, equal: bool
     if equal:
         assert check_equal(hardware) == "equal hardware"
         return
-    with pytest.raises(UnequalHardwareError, match="CPU cores: .*'b': 2.* compare per device"):
+    with pytest.raises(UnequalHardwareError, match=r"CPU cores: .*'b': 2.* compare per device"):
         check_equal(hardware)
     assert check_equal(hardware, allow_unequal=True).startswith("UNEQUAL hardware, compared per device (CPU cores: ")
 

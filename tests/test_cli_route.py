@@ -36,6 +36,38 @@ def test_the_seeds_rule_on_a_4090(load: int, path: str, capsys: pytest.CaptureFi
     assert table["interference"] == [f"{86.9146 * load / 16:.2f}", "-"]
 
 
+PARTS = ["--prefill-place", "sm=84", "--decode-place", "sm=84"]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ([], "1 whole device for both phases, against 2: one for prefill, one for decode"),
+        (["--policy", "slo", *PARTS], "1 whole device for both phases, against sm=84 for prefill and sm=84 for decode"),
+        (
+            ["--policy", "slo", *PARTS[:2]],
+            "1 whole device for both phases, against sm=84 for prefill and a whole device for decode",
+        ),
+        (
+            PARTS,
+            "1 whole device for both phases, against sm=84 for prefill and sm=84 for decode (the estimates are of "
+            "whole devices: only the policy slo has others)",
+        ),
+    ],
+    ids=["whole", "parts", "one-part", "analytical"],
+)
+def test_it_says_which_hardware_is_compared(
+    options: list[str], line: str, measured: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["route", "--profile", measured, *options]) == 0
+    assert f"Compared: {line}\n" in capsys.readouterr().out
+
+
+def test_the_help_says_that_the_default_compares_one_device_with_two(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["route", "--help"]) == 0
+    assert "which is twice the hardware" in " ".join(capfd.readouterr().out.split())
+
+
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_every_policy_shows_both_estimates_and_says_why(
     policy: str, measured: str, capsys: pytest.CaptureFixture[str]

@@ -68,7 +68,7 @@ def device_word(hardware: Iterable[Hardware]) -> str:
 
 
 def check_equal(hardware: Mapping[str, Hardware], allow_unequal: bool = False) -> str:
-    """How strategies may be compared: "equal hardware", or with ``allow_unequal`` a label that says "per GPU" or "per device".
+    """How strategies may be compared: "equal hardware", or with ``allow_unequal`` a label that says per what.
 
     Raises UnequalHardwareError if device counts, or totals of SMs or CPU cores that are known, differ and that was not
     allowed.

@@ -271,7 +271,12 @@ def route(
     tpot_ms: Annotated[float, typer.Option(help="Limit for the time per output token (slo).")] = 50.0,
     chunk_size: Annotated[int | None, typer.Option(help="Prefill tokens per collocated step (slo).")] = 512,
 ) -> None:
-    """Explain one decision: both paths' costs term by term, and the reason."""
+    """Explain one decision: both paths' costs term by term, and the reason.
+
+    Compared are one whole device for both phases and one each for prefill and
+    decode, which is twice the hardware. With --policy slo, --prefill-place and
+    --decode-place compare it with two parts of one device instead.
+    """
     from nanopd.cli.route import explain
 
     explain(

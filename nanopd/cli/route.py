@@ -42,7 +42,8 @@ def explain(
     for place in (prefill_place, decode_place):
         if place != WHOLE:
             hardware.step_model(place)  # raises if the profile has none
-    snapshot = Situation(hardware, context, waiting_tokens, prefill_place, decode_place).at_load(load)
+    situation = Situation(hardware, context, waiting_tokens, prefill_place, decode_place)
+    snapshot = situation.at_load(load)
     request = imagined_request(prompt_tokens, output_tokens)
     made = build_policy(policy, hardware, ttft_ms=ttft_ms, tpot_ms=tpot_ms, chunk_size=chunk_size)
     decision = made.decide(request, snapshot, output_tokens)
@@ -54,7 +55,11 @@ def explain(
     table = estimate_table(collocated, disaggregated)
     for name, values in objectives(made, request, snapshot, output_tokens).items():
         table.add_row(name, *values)
+    compared = f"Compared: {situation.compared}"
+    if {prefill_place, decode_place} != {WHOLE} and not isinstance(made, SloAware):
+        compared += " (the estimates are of whole devices: only the policy slo has others)"
     console = console or Console()
+    console.print(compared, highlight=False, soft_wrap=True)
     console.print(
         f"{hardware.device}, {hardware.model}. Policy {policy}, {by} in ms:\n", highlight=False, soft_wrap=True
     )

@@ -39,6 +39,16 @@ class Situation:
         for name, least in (("context", 0), ("waiting_tokens", 0), ("max_num_seqs", 1)):
             check_count(name, getattr(self, name), least=least, most=_LONGEST)
 
+    @property
+    def compared(self) -> str:
+        """In words, what each path has: devices are not equally many unless both places are parts of one."""
+        if self.prefill_place == self.decode_place == WHOLE:
+            return "1 whole device for both phases, against 2: one for prefill, one for decode"
+        prefill, decode = (
+            "a whole device" if place == WHOLE else place for place in (self.prefill_place, self.decode_place)
+        )
+        return f"1 whole device for both phases, against {prefill} for prefill and {decode} for decode"
+
     def at_load(self, load: int) -> Snapshot:
         """``load`` requests decode on the collocated worker, and as many on the decode worker."""
         check_count("load", load, most=_LONGEST)
