@@ -39,6 +39,7 @@ class InterruptGuard:
             self._depth -= 1
             if self._depth == 0 and self._previous is not None:
                 signal.signal(signal.SIGINT, self._previous)
+            self._deliver()
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
@@ -50,12 +51,15 @@ class InterruptGuard:
             yield
         finally:
             self._busy = False
-            if self._pending is not None and self._previous is not None:
-                pending, self._pending = self._pending, None
-                self._previous(*pending)
+            self._deliver()
+
+    def _deliver(self) -> None:
+        if self._pending is not None and self._previous is not None and not self._busy:
+            pending, self._pending = self._pending, None
+            self._previous(*pending)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._busy:
+        if self._busy or self._depth == 0:  # half way in or out of the guard: it must not be left in place
             self._pending = (number, frame)
         elif self._previous is not None:
             self._previous(number, frame)
