@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from bench_cases import BlockingServer
+from rich.console import Console
 
 from nanopd.bench import Hardware, Outcome, Strategy, load_report
 from nanopd.bench.raw import read_records
 from nanopd.cli.app import run
-from nanopd.cli.serve_bench import Places, arrivals, parse_rates, policy_maker
+from nanopd.cli.serve_bench import Places, _latencies, arrivals, parse_rates, policy_maker
 from nanopd.errors import ConfigError
 from nanopd.workers.spec import DeviceSpec
 
@@ -78,6 +80,18 @@ def test_each_strategy_gets_its_workers_and_policy(fakes: list[dict], capsys: py
     assert "equal hardware" in shown
     for name in ("collocated", "disaggregated", "threshold"):
         assert name in shown
+
+
+@pytest.mark.parametrize(("width", "tables"), [(80, 2), (120, 1)])
+def test_latencies_are_one_table_where_it_fits(width: int, tables: int) -> None:
+    row = ("seed-estimate", "0.333", "107381/107382/107383", "63.2/69.6/17000", "1000/1001/1002", "96123", "96456")
+    console = Console(width=width, file=io.StringIO(), force_terminal=False)
+    made = _latencies([row], console)
+    assert len(made) == tables
+    for table in made:
+        console.print(table)
+    words = console.file.getvalue().split()  # type: ignore[attr-defined]
+    assert set(row) <= set(words)
 
 
 def test_one_core_against_two_is_refused_or_labelled(fakes: list[dict], capfd: pytest.CaptureFixture[str]) -> None:

@@ -142,6 +142,19 @@ def test_requests_that_were_cut_are_counted_on_the_screen(capfd: pytest.CaptureF
     assert "were cut" not in capfd.readouterr().out
 
 
+def test_no_number_is_broken_on_80_columns(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Under overload, where times to first token have six digits."""
+    monkeypatch.setenv("COLUMNS", "80")
+    options = ["--gpus", "2", "--workload", "long", "--rate", "0.25,20", "--duration", "60", "--no-goodput"]
+    assert run(["simulate", *options]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    headings = [line.split()[2:] for line in lines if line.startswith("strategy")]
+    assert headings[1:] == [["TTFT", "ms", "TPOT", "ms", "E2E", "s"], ["2nd", "ITL"]]
+    assert all(len(line) <= 80 and not line.startswith(" ") for line in lines)  # a wrapped cell goes on, indented
+    ttft = [line.split()[2] for line in lines if line.count("/") == 6]
+    assert len(ttft) == 4 and max(len(number) for three in ttft for number in three.split("/")) == 6
+
+
 def test_a_search_in_which_nobody_is_served_well_has_no_winner(capfd: pytest.CaptureFixture[str]) -> None:
     command = ["simulate", "--search", "--hardware", "h20", "--gpus", "2", "--duration", "1", "--workload", "300:4"]
     assert run([*command, "--slo-ttft", "0.001"]) == 0

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from nanopd.model.loader import LoadedModel
 
 MOST_RATE = 1_000_000  # requests per second
+_WIDE = 1000  # columns of a console on which every table fits
 PURE = ("collocated", "disaggregated")  # strategies that use only workers of their own kind
 
 
@@ -291,20 +292,21 @@ def show(report: Report, console: Console) -> None:
     """The runs as tables, goodput with its reason, and on which footing they compare."""
     console.print(f"[bold]{report.workload}[/]: {report.note}\n", highlight=False)
     counts = _table("strategy", "rate", "done/offered", "in SLO", "out tok/s", "dropped")
-    times = _table("strategy", "rate", "TTFT ms", "TPOT ms", "E2E s", "2nd", "ITL")
+    times: list[tuple[str, ...]] = []
     for result in report.results:
         s, head = result.summary, (result.strategy, f"{result.rate:g}")
         drops = ", ".join(f"{count} {why}" for why, count in s.counters.dropped.items() if count)
         done = f"{s.counters.completed}/{s.offered}"
         counts.add_row(*head, done, f"{s.attainment:.0%}", f"{s.token_throughput:.0f}", drops or "none")
         gaps = (_one(s.second_token_gap.p99, 1e3), _one(s.itl.p99, 1e3))
-        times.add_row(*head, _three(s.ttft, 1e3), _three(s.tpot, 1e3), _three(s.e2e, 1.0), *gaps)
+        times.append((*head, _three(s.ttft, 1e3), _three(s.tpot, 1e3), _three(s.e2e, 1.0), *gaps))
     console.print(counts)
     for outcome, reason in _drop_reasons(report).items():
         console.print(f"First {outcome}: {escape(reason)}", highlight=False)
     console.print("\nLatencies of completed requests from their scheduled arrival: p50/p90/p99.")
     console.print("2nd: gap before the second token; ITL: gaps between all tokens; both p99, ms.")
-    console.print(times)
+    for table in _latencies(times, console):
+        console.print(table)
     for line in _clipped(report):
         console.print(line)
     limits = f"TTFT <= {_one(report.slo.ttft_s, 1e3)} ms and TPOT <= {_one(report.slo.tpot_s, 1e3)} ms"
@@ -336,11 +338,24 @@ def _clipped(report: Report) -> list[str]:
     return said
 
 
-def _table(*headings: str) -> Table:
+def _latencies(rows: Sequence[tuple[str, ...]], console: Console) -> list[Table]:
+    """One table, or where the console is too narrow for it two: latencies of requests, and gaps between tokens."""
+    headings = ("strategy", "rate", "TTFT ms", "TPOT ms", "E2E s", "2nd", "ITL")
+    whole = _table(*headings, rows=rows)
+    if console.measure(whole, options=console.options.update_width(_WIDE)).maximum <= console.width:
+        return [whole]
+    gaps = _table(*headings[:2], *headings[5:], rows=[(*row[:2], *row[5:]) for row in rows])
+    return [_table(*headings[:5], rows=[row[:5] for row in rows]), gaps]
+
+
+def _table(*headings: str, rows: Sequence[tuple[str, ...]] = ()) -> Table:
+    """Words may wrap, a number never does."""
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     for heading in headings:
-        left = heading in ("strategy", "dropped")
-        table.add_column(heading, justify="left" if left else "right", overflow="fold")
+        words = heading in ("strategy", "dropped")
+        table.add_column(heading, justify="left" if words else "right", overflow="fold", no_wrap=not words)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
