@@ -82,16 +82,17 @@ def test_each_strategy_gets_its_workers_and_policy(fakes: list[dict], capsys: py
         assert name in shown
 
 
-@pytest.mark.parametrize(("width", "tables"), [(80, 2), (120, 1)])
-def test_latencies_are_one_table_where_it_fits(width: int, tables: int) -> None:
+@pytest.mark.parametrize(("width", "stacked"), [(60, True), (80, True), (120, False)])
+def test_percentiles_stand_below_each_other_where_a_line_is_too_short(width: int, stacked: bool) -> None:
     row = ("seed-estimate", "0.333", "107381/107382/107383", "63.2/69.6/17000", "1000/1001/1002", "96123", "96456")
-    console = Console(width=width, file=io.StringIO(), force_terminal=False)
-    made = _latencies([row], console)
-    assert len(made) == tables
-    for table in made:
-        console.print(table)
-    words = console.file.getvalue().split()  # type: ignore[attr-defined]
-    assert set(row) <= set(words)
+    console = Console(width=width, file=(shown := io.StringIO()))
+    console.print(_latencies([row], console))
+    lines = [line.split() for line in shown.getvalue().splitlines()[1:]]
+    if stacked:
+        first = ["seed-estimate", "0.333", "107381", "63.2", "1000", "96123", "96456"]
+        assert lines == [first, ["/107382", "/69.6", "/1001"], ["/107383", "/17000", "/1002"]]
+    else:
+        assert lines == [list(row)]
 
 
 def test_one_core_against_two_is_refused_or_labelled(fakes: list[dict], capfd: pytest.CaptureFixture[str]) -> None:

@@ -148,11 +148,12 @@ def test_no_number_is_broken_on_80_columns(monkeypatch: pytest.MonkeyPatch, capf
     options = ["--gpus", "2", "--workload", "long", "--rate", "0.25,20", "--duration", "60", "--no-goodput"]
     assert run(["simulate", *options]) == 0
     lines = capfd.readouterr().out.splitlines()
-    headings = [line.split()[2:] for line in lines if line.startswith("strategy")]
-    assert headings[1:] == [["TTFT", "ms", "TPOT", "ms", "E2E", "s"], ["2nd", "ITL"]]
-    assert all(len(line) <= 80 and not line.startswith(" ") for line in lines)  # a wrapped cell goes on, indented
-    ttft = [line.split()[2] for line in lines if line.count("/") == 6]
-    assert len(ttft) == 4 and max(len(number) for three in ttft for number in three.split("/")) == 6
+    lines = lines[[line.split()[2:4] for line in lines].index(["TTFT", "ms"]) :]
+    first = [line.split() for line in lines[1:] if line.startswith(("collocated", "disaggregated"))]
+    assert [len(words) for words in first] == [7] * 4 and not any("/" in words[2] for words in first)
+    below = [line.split() for line in lines if line.startswith(" ")]  # p90 and p99, of TTFT, TPOT and E2E
+    assert [len(words) for words in below] == [3] * 8 and all(w.startswith("/") for words in below for w in words)
+    assert max(len(words[0]) for words in below[1::2]) == len("/123456")
 
 
 def test_a_search_in_which_nobody_is_served_well_has_no_winner(capfd: pytest.CaptureFixture[str]) -> None:

@@ -305,8 +305,7 @@ def show(report: Report, console: Console) -> None:
         console.print(f"First {outcome}: {escape(reason)}", highlight=False)
     console.print("\nLatencies of completed requests from their scheduled arrival: p50/p90/p99.")
     console.print("2nd: gap before the second token; ITL: gaps between all tokens; both p99, ms.")
-    for table in _latencies(times, console):
-        console.print(table)
+    console.print(_latencies(times, console))
     for line in _clipped(report):
         console.print(line)
     limits = f"TTFT <= {_one(report.slo.ttft_s, 1e3)} ms and TPOT <= {_one(report.slo.tpot_s, 1e3)} ms"
@@ -338,22 +337,20 @@ def _clipped(report: Report) -> list[str]:
     return said
 
 
-def _latencies(rows: Sequence[tuple[str, ...]], console: Console) -> list[Table]:
-    """One table, or where the console is too narrow for it two: latencies of requests, and gaps between tokens."""
+def _latencies(rows: Sequence[tuple[str, ...]], console: Console) -> Table:
+    """Where the console is too narrow, percentiles stand below each other: wrapping would break a number."""
     headings = ("strategy", "rate", "TTFT ms", "TPOT ms", "E2E s", "2nd", "ITL")
-    whole = _table(*headings, rows=rows)
-    if console.measure(whole, options=console.options.update_width(_WIDE)).maximum <= console.width:
-        return [whole]
-    gaps = _table(*headings[:2], *headings[5:], rows=[(*row[:2], *row[5:]) for row in rows])
-    return [_table(*headings[:5], rows=[row[:5] for row in rows]), gaps]
+    table = _table(*headings, rows=rows)
+    if console.measure(table, options=console.options.update_width(_WIDE)).maximum <= console.width:
+        return table
+    return _table(*headings, rows=[tuple(cell.replace("/", "\n/") for cell in row) for row in rows])
 
 
 def _table(*headings: str, rows: Sequence[tuple[str, ...]] = ()) -> Table:
-    """Words may wrap, a number never does."""
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     for heading in headings:
-        words = heading in ("strategy", "dropped")
-        table.add_column(heading, justify="left" if words else "right", overflow="fold", no_wrap=not words)
+        left = heading in ("strategy", "dropped")
+        table.add_column(heading, justify="left" if left else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table

@@ -206,8 +206,7 @@ def show_search(found: Search, console: Console) -> None:
     """All layouts, the best first, with what was pruned and why."""
     table = Table(box=None, title_justify="left", pad_edge=False, title="Goodput by layout, requests/s per GPU")
     for heading in ("layout", "goodput", "bound", "runs", "why"):
-        words = heading in ("layout", "why")  # they may wrap, a number never does
-        table.add_column(heading, justify="left" if words else "right", no_wrap=not words)
+        table.add_column(heading, justify="left" if heading in ("layout", "why") else "right")
     for trial in found.trials:
         table.add_row(
             str(trial.layout),
