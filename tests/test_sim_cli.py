@@ -67,10 +67,10 @@ def test_search_prints_every_layout_and_why(tmp_path: Path, capsys: pytest.Captu
     [
         (["--gpus", "1", "--strategy", "disaggregated"], "need two GPUs, or --split"),
         (["--prefill", "1"], "need two GPUs, or --split"),
-        (["--memory", "nan"], "memory_gb must be above 0"),
+        (["--memory", "nan"], "--memory must be above 0"),
         (["--memory", "1e30"], "at most 100,000, got 1e+30"),
         (["--gpus", "4", "--prefill", "1", "--decode", "1", "--strategy", "disaggregated"], "2 of 4 GPUs"),
-        (["--gpus", "2", "--link", "0"], "link_gb_s of a simulated link must be a finite number of GB/s > 0, got 0.0"),
+        (["--gpus", "2", "--link", "0"], "--link of a simulated link must be a finite number of GB/s > 0, got 0.0"),
         (["--hardware", "abacus"], "neither a file nor a hardware profile"),
         (["--split", "48/64"], "no step-time model for 'sm=64'"),
         (["--split", "84/84"], "84 + 84 SMs were asked for on cuda:0, which has 128"),
@@ -81,11 +81,11 @@ def test_search_prints_every_layout_and_why(tmp_path: Path, capsys: pytest.Captu
         (["--strategy", "fly"], "no policy is called 'fly'"),
         (["--strategy", "adaptive"], "no policy is called 'adaptive'"),
         (["--policy", "x=1"], "--policy x=1: collocated have no options"),
-        (["--link", "0"], "link_gb_s of a simulated link must be a finite number of GB/s > 0, got 0.0"),
-        (["--bus", "nan"], "bus_gb_s of a simulated link must be a finite number of GB/s > 0, got nan"),
+        (["--link", "0"], "--link of a simulated link must be a finite number of GB/s > 0, got 0.0"),
+        (["--bus", "nan"], "--bus of a simulated link must be a finite number of GB/s > 0, got nan"),
         (["--latency", "-1"], "latency_s of a simulated link"),
-        (["--num-blocks", "999999999999"], "num_blocks must be at most 16,777,216"),
-        (["--num-blocks", "9" * 30], "num_blocks must be at most 16,777,216"),
+        (["--num-blocks", "999999999999"], "--num-blocks must be at most 16,777,216"),
+        (["--num-blocks", "9" * 30], "--num-blocks must be at most 16,777,216"),
         (["--rate", "1e9"], "above 0 and below 1,000,000 requests per second, got '1e9'"),
         (["--rate", "1e-9"], "at 1e-09 requests/s none arrives between 0 s and 5 s"),
         (["--warmup", "4.999"], "none arrives between 4.999 s and 5 s"),
@@ -116,6 +116,17 @@ def test_mistakes_are_said(options: list[str], message: str, capsys: pytest.Capt
     assert run(["simulate", *QUICK, *options]) == 2
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("search", [[], ["--search"]], ids=["compare", "search"])
+def test_a_profile_without_a_bandwidth_needs_the_option(
+    search: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = profile(bandwidth_gb_s=None).save(tmp_path / "card.json")
+    command = ["simulate", "--hardware", str(file), "--prefill", "1", "--decode", "1", *QUICK, *search]
+    assert run(command) == 2
+    assert capsys.readouterr().err.endswith("no bandwidth is known between devices of 'NVIDIA H200': give --link\n")
+    assert run([*command, "--link", "10"]) == 0
 
 
 def test_a_pipe_is_not_replaced_by_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

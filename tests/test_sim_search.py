@@ -103,7 +103,7 @@ def test_memory_becomes_blocks() -> None:
 def test_what_a_profile_lacks_is_said_at_once() -> None:
     with pytest.raises(ConfigError, match="no step-time model for 'sm=10'"):
         SimulatedCluster(profile(), prefill=["cuda:0/sm=10"], decode=["cuda:0/sm=48"])
-    with pytest.raises(ConfigError, match="give link_gb_s"):
+    with pytest.raises(ConfigError, match=r"give link_gb_s$"):
         cluster(0, 1, 1, profile=profile(bandwidth_gb_s=None))
     with pytest.raises(ConfigError, match="at least one"):
         SimulatedCluster(profile())

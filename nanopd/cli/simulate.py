@@ -38,6 +38,15 @@ from nanopd.sim.layouts import Layout, ratios, splits
 from nanopd.sim.load import run_virtual
 from nanopd.sim.search import Search, search_layouts
 
+# Arguments of `SimulatedCluster`, and the options that set them to the same value in the same unit.
+OPTIONS = {
+    "link_gb_s": "--link",
+    "bus_gb_s": "--bus",
+    "memory_gb": "--memory",
+    "num_blocks": "--num-blocks",
+    "collocated_chunk": "--chunk",
+    "max_model_len": "--max-model-len",
+}
 VOCAB = 256  # of simulated prompts, see ``nanopd.sim.load.Prompts``
 
 
@@ -93,6 +102,18 @@ class Counts:
         return [*ratios(n), *(splits(cluster.profile) if n == 1 else ())]
 
 
+@contextmanager
+def _naming_options() -> Iterator[None]:
+    """Messages of errors inside name the command's options, where they name the arguments behind them."""
+    try:
+        yield
+    except ConfigError as error:
+        words = rf"\b({'|'.join(OPTIONS)})\b"
+        error.args = (re.sub(words, lambda match: OPTIONS[match[1]], str(error)),)
+        raise
+
+
+@_naming_options()
 def run_simulate(
     *,
     hardware: str,

@@ -213,9 +213,7 @@ class SimulatedCluster:
             return {}
         gb_s = self.profile.bandwidth_gb_s if self.link_gb_s is None else self.link_gb_s
         if gb_s is None:
-            raise ConfigError(
-                f"no bandwidth is known between devices of {self.profile.device!r}: give link_gb_s (--link)"
-            )
+            raise ConfigError(f"no bandwidth is known between devices of {self.profile.device!r}: give link_gb_s")
         bus = None if self.bus_gb_s is None else Lane(self.bus_gb_s)
         size = self.profile.kv_bytes_per_token * self.block_size
         return {pair: SimulatedLink(gb_s, size, self._num_layers(), self.latency_s, bus) for pair in pairs}
