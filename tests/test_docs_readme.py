@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -86,3 +89,21 @@ def test_commands_of_the_readme_exist() -> None:
     assert used <= commands
     targets = set(re.findall(r"^([a-z]+):", (ROOT.path / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"^make ([a-z]+)", text, re.MULTILINE)) <= targets
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["route", "simulate"])
+@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
+def test_output_that_the_readme_shows_is_what_the_command_prints(name: str, number: int) -> None:
+    """Two commands that measure nothing, so that they print the same everywhere."""
+    text = (ROOT.path / name).read_text(encoding="utf-8")
+    command = ("nanopd route --profile h200", "nanopd simulate --hardware h200")[number]
+    (line,) = [line for line in text.splitlines() if line.startswith(f".venv/bin/{command}")]
+    words = line.partition("#")[0].split()[1:]
+    blocks = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+    shown = [row.split() for row in blocks[number].splitlines() if row.strip()]
+    printed = subprocess.run(
+        [sys.executable, "-c", "from nanopd.cli import main; main()", *words],
+        capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "120", "NO_COLOR": "1"},
+    ).stdout  # fmt: skip
+    rows = [row.split() for row in printed.splitlines()]
+    assert [row for row in shown if row not in rows] == []
