@@ -6,12 +6,16 @@ import random
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path as File
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from nanopd import SamplingParams
+from model_cases import random_hf_model, save
+
+from nanopd import LLM, SamplingParams
 from nanopd.engine.outputs import RequestOutput
 from nanopd.errors import UnknownRequestError
+from nanopd.model.loader import LoadedModel, load_model
 from nanopd.router.decision import Decision, Path
 from nanopd.router.server import Server
 from nanopd.transfer.probe import BUILDERS
@@ -79,6 +83,21 @@ class Load:
             )
         aborted = {i: draw.randint(0, most_tokens) for i in range(count) if draw.random() < 0.1}
         return cls(prompts, params, aborted)
+
+
+def float64_model(folder: File) -> LoadedModel:
+    """In float64 no rounding depends on who shares a batch."""
+    save(random_hf_model("qwen3"), folder)
+    return load_model(str(folder), device="cpu", dtype="float64")
+
+
+def answers_alone(model: LoadedModel, load: Load) -> list[list[list[int]]]:
+    """The tokens of each request's samples, each request alone on one engine without a prefix cache."""
+    llm = LLM(model, num_blocks=64, enable_prefix_caching=False, max_num_seqs=2)
+    return [
+        [sample.token_ids for sample in llm.generate([prompt], params, use_tqdm=False)[0].outputs]
+        for prompt, params in zip(load.prompts, load.params, strict=True)
+    ]
 
 
 def run(server: Server, load: Load, timeout: float = 60.0) -> dict[int, RequestOutput]:

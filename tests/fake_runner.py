@@ -70,11 +70,7 @@ class FakeRunner:
 
     def launch(self, plan: StepPlan, after_layer: Callable[[int], object] | None = None) -> LaunchedStep:
         """As `ModelRunner.launch`, for a model of two layers."""
-        tokens = self.execute(plan)
-        for layer in range(2):
-            if after_layer is not None:
-                after_layer(layer)
-        return LaunchedStep(tokens)
+        return launched(self.execute(plan), after_layer)
 
     def _check(self, plan: StepPlan) -> None:
         assert plan.chunks, "an empty plan was executed"
@@ -124,10 +120,18 @@ class FakeRunner:
 
 
 class LaunchedStep:
-    """What ``FakeRunner.launch`` returns."""
+    """What ``FakeRunner.launch`` returns: a step that is over."""
 
     def __init__(self, tokens: list[list[int]]) -> None:
         self._tokens = tokens
 
     def wait(self) -> list[list[int]]:
         return self._tokens
+
+
+def launched(tokens: list[list[int]], after_layer: Callable[[int], object] | None) -> LaunchedStep:
+    """A step with these tokens, each of the two layers reported."""
+    for layer in range(2):
+        if after_layer is not None:
+            after_layer(layer)
+    return LaunchedStep(tokens)

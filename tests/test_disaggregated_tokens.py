@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from disaggregated_cases import Alternate, Always, Load, check, check_pools_are_free, make_links, run
-from model_cases import VOCAB, random_hf_model, save
+from disaggregated_cases import (
+    Alternate,
+    Always,
+    Load,
+    answers_alone,
+    check,
+    check_pools_are_free,
+    float64_model,
+    make_links,
+    run,
+)
+from model_cases import VOCAB, random_hf_model
 
-from nanopd import LLM
-from nanopd.model.loader import LoadedModel, load_model
+from nanopd.model.loader import LoadedModel
 from nanopd.router.central import CentralConfig
 from nanopd.router.decision import Path
 from nanopd.router.server import Server
@@ -24,18 +33,12 @@ PATHS = ["same-device copy", "peer copy", "pinned relay", "throttled"]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> LoadedModel:
-    folder = tmp_path_factory.mktemp("model")
-    save(random_hf_model("qwen3"), folder)
-    return load_model(str(folder), device="cpu", dtype="float64")
+    return float64_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def expected(model: LoadedModel) -> list[list[list[int]]]:
-    llm = LLM(model, num_blocks=64, enable_prefix_caching=False, max_num_seqs=2)
-    return [
-        [sample.token_ids for sample in llm.generate([prompt], params, use_tqdm=False)[0].outputs]
-        for prompt, params in zip(LOAD.prompts, LOAD.params, strict=True)
-    ]
+    return answers_alone(model, LOAD)
 
 
 def build(model: LoadedModel, *, shared_pool: bool, collocated: int = 0, prefill: int = 1, decode: int = 1) -> Cluster:

@@ -17,10 +17,10 @@ from queue import SimpleQueue
 
 import pytest
 import torch
-from disaggregated_cases import Always, Load, check, check_pools_are_free, run
-from model_cases import VOCAB, random_hf_model, save
+from disaggregated_cases import Always, Load, answers_alone, check, check_pools_are_free, float64_model, run
+from model_cases import VOCAB
 
-from nanopd import LLM, SamplingParams
+from nanopd import SamplingParams
 from nanopd.engine.outputs import RequestOutput
 from nanopd.engine.plan import ScheduledChunk, SchedulerConfig, StepPlan
 from nanopd.engine.request import Request
@@ -36,7 +36,7 @@ from nanopd.errors import (
 )
 from nanopd.kv.block_manager import BlockManager
 from nanopd.kv.cache import KVCache
-from nanopd.model.loader import LoadedModel, load_model
+from nanopd.model.loader import LoadedModel
 from nanopd.router.central import CentralConfig
 from nanopd.router.decision import Path
 from nanopd.router.server import Server
@@ -50,18 +50,12 @@ SMALL = {"num_blocks": 16, "max_num_seqs": 4, "max_num_batched_tokens": 32, "max
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> LoadedModel:
-    folder = tmp_path_factory.mktemp("model")
-    save(random_hf_model("qwen3"), folder)
-    return load_model(str(folder), device="cpu", dtype="float64")
+    return float64_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def expected(model: LoadedModel) -> list[list[list[int]]]:
-    llm = LLM(model, num_blocks=64, enable_prefix_caching=False, max_num_seqs=2)
-    return [
-        [sample.token_ids for sample in llm.generate([prompt], params, use_tqdm=False)[0].outputs]
-        for prompt, params in zip(LOAD.prompts, LOAD.params, strict=True)
-    ]
+    return answers_alone(model, LOAD)
 
 
 def build(model: LoadedModel, num_blocks: int = 60, **options) -> Cluster:

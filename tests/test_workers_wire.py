@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from fake_cluster import make_workers
-from fake_runner import VOCAB, FakeRunner, LaunchedStep, oracle
+from fake_runner import VOCAB, FakeRunner, LaunchedStep, launched, oracle
 from server_cases import COLLOCATED, DISAGGREGATED, MAX_LEN, prompts, serve
 
 from nanopd.engine.engine import Engine
@@ -49,11 +49,7 @@ class Wired:
         return self.runner.execute(plan)
 
     def launch(self, plan: StepPlan, after_layer: Callable[[int], object] | None = None) -> LaunchedStep:
-        tokens = self.execute(plan)
-        for layer in range(2):
-            if after_layer is not None:
-                after_layer(layer)
-        return LaunchedStep(tokens)
+        return launched(self.execute(plan), after_layer)
 
 
 def drawn(request: Request) -> tuple[object, ...]:
