@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nanopd.costmodel.analytical import AnalyticalModel
-from nanopd.costmodel.checks import check_number
+from nanopd.costmodel.checks import check_number, shown
 from nanopd.costmodel.cost_model import LoadState, RequestSize
 from nanopd.costmodel.estimate import Estimate
 from nanopd.costmodel.hardware_profile import HardwareProfile, load_profile
@@ -27,7 +27,7 @@ class _Seed:
     def __init__(self, profile: HardwareProfile | str, default_output: float = 256.0) -> None:
         found = load_profile(profile) if isinstance(profile, str) else profile
         if not isinstance(found, HardwareProfile):
-            raise ConfigError(f"profile must be a hardware profile or the name of one, got {profile!r:.80}")
+            raise ConfigError(f"profile must be a hardware profile or the name of one, got {shown(profile)}")
         check_number("default_output", default_output, above=0.0, unit="tokens")
         self.model = AnalyticalModel(found)
         self.default_output = default_output

@@ -31,7 +31,7 @@ class Layout:
         counts = (self.collocated, self.prefill, self.decode)
         for name, count in zip(("collocated", "prefill", "decode"), counts, strict=True):
             check_count(f"{name} devices of a layout", count, most=MOST_DEVICES)
-        if min(counts) < 0 or not any(counts) or bool(self.prefill) != bool(self.decode):
+        if not any(counts) or bool(self.prefill) != bool(self.decode):
             raise ConfigError(
                 f"a layout needs collocated workers, or prefill and decode workers; got {self.collocated} collocated, "
                 f"{self.prefill} prefill, {self.decode} decode"
