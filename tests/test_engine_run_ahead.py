@@ -13,10 +13,10 @@ import torch
 from engine_cases import check_clean, greedy, run_staggered, tokens_of
 
 from nanopd import LLM, SamplingParams
+from nanopd.engine.pending import PendingStep
 from nanopd.engine.plan import ScheduledChunk, SchedulerConfig, StepPlan
 from nanopd.engine.request import Request
 from nanopd.engine.run_ahead import StepAhead, plan_ahead
-from nanopd.engine.runner import PendingStep
 from nanopd.engine.scheduler import Scheduler
 from nanopd.errors import NonFiniteLogitsError
 from nanopd.kv.block_manager import BlockManager
@@ -221,3 +221,17 @@ def test_slots_are_reserved_early_only_where_there_is_room() -> None:
         else:
             scheduler.schedule()
             assert request.table is not None and len(request.table.block_ids) == expected
+
+
+def test_blocks_are_copied_after_a_step_ahead_has_ended(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, order = make_llm(tiny), []
+
+    class Ahead(PendingStep):
+        def end(self) -> None:
+            order.append("the step ahead ended")
+
+    runner = llm.engine.runner
+    runner._ahead = StepAhead.of(Ahead(StepPlan(), None, torch.device("cpu")))
+    monkeypatch.setattr(runner.ops, "copy_blocks", lambda *args: order.append("copied"))
+    runner.launch(StepPlan(copies=[(0, 1)]))
+    assert order == ["the step ahead ended", "copied"]

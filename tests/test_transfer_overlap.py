@@ -47,6 +47,7 @@ def test_the_benchmark_of_all_paths(tiny) -> None:
     copy, ceiling = result["handoff"]["same-device copy"], result["ceilings"]["copy_gb_s"]
     assert copy["of_copy_bandwidth"] == pytest.approx(2 * copy["bytes"] / copy["ms"] / 1e6 / ceiling)
     assert copy["queued_of_copy_bandwidth"] == pytest.approx(2 * copy["queued_gb_s"] / ceiling)
+    assert copy["behind_of_copy_bandwidth"] == pytest.approx(2 * copy["behind_gb_s"] / ceiling)
     assert result["longer_handoff"]["tokens"] == 4 * result["handoff"]["tokens"]
     text = table(result)
     assert "handoff of 40 tokens" in text and "bits equal" in text and "DIFFER" not in text

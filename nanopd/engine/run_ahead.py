@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 from nanopd.engine.plan import ScheduledChunk, StepPlan
 
 if TYPE_CHECKING:
+    from nanopd.engine.pending import PendingStep
     from nanopd.engine.request import Request
-    from nanopd.engine.runner import PendingStep
     from nanopd.kv.block_table import BlockTable
 
 

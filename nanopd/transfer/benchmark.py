@@ -61,7 +61,8 @@ def bench_links(
     Returns: ``{"ceilings", "curves": {path: [{"bytes", "gb_s", "wall_gb_s"}]}, "handoff": {...}, "pieces",
     "overlap": {...}}``. GB/s are payload, by the device's clock from first byte to last; ``wall_gb_s`` is from
     the call of ``send`` until the host knows; ``queued_gb_s`` is over several handoffs that wait behind each other,
-    whose launches the link's thread makes while the one before still moves.
+    whose launches the link's thread makes while the one before still moves; ``behind_gb_s`` is of one that is sent
+    while its source still computes, as a prompt's is, so that the card never waits for the host's launch.
     """
     place = resolve_device(device)
     target = place if peer is None else torch.device(peer)
@@ -92,6 +93,7 @@ def bench_links(
             copy = handoff[SameDeviceLink.path]
             copy["of_copy_bandwidth"] = 2 * copy["gb_s"] / ceilings.copy_gb_s
             copy["queued_of_copy_bandwidth"] = 2 * copy["queued_gb_s"] / ceilings.copy_gb_s
+            copy["behind_of_copy_bandwidth"] = 2 * copy["behind_gb_s"] / ceilings.copy_gb_s
     if target == place:  # the overlap's pools lie on one device
         result["overlap"] = measure_overlap(
             loaded,
@@ -138,7 +140,12 @@ def long_handoff(
     result: dict[str, Any] = {"tokens": num_tokens, "bytes": num_blocks * pools[0].bytes_per_block}
     for kind in kinds:
         with BUILDERS[kind.path](*pools, *ops) as link:
-            result[kind.path] = {**_timed(link, handoff, repeats), "queued_gb_s": _queued(link, handoff)}
+            behind = _timed(link, handoff, repeats, busy=True)["gb_s"]
+            result[kind.path] = {
+                **_timed(link, handoff, repeats),
+                "queued_gb_s": _queued(link, handoff),
+                "behind_gb_s": behind,
+            }
     if source.type == "cuda" and relay:
         raw = result["raw_pinned_copy"] = raw_pinned_copy(result["bytes"], source, destination, repeats)
         result["pieces"] = {}
@@ -251,13 +258,19 @@ def _random_handoff(layout: LayoutFingerprint, pool_blocks: int, num_blocks: int
     return Handoff(0, "bench", "source", "destination", blocks, targets, num_blocks * layout.block_size, True, layout)
 
 
-def _timed(link: CacheLink, handoff: Handoff, repeats: int) -> dict[str, float]:
-    """Medians over ``repeats`` transfers, one at a time, after one that compiles."""
+def _timed(link: CacheLink, handoff: Handoff, repeats: int, *, busy: bool = False) -> dict[str, float]:
+    """Medians over ``repeats`` transfers, one at a time, after one that compiles. ``busy``: sent while the source's
+    stream computes for some 2 ms."""
     seconds, walls = [], []
+    place = link.source.device
+    work = torch.ones(4096, 4096, dtype=link.source.dtype, device=place) if busy and place.type == "cuda" else None
     for turn in range(repeats + 1):
         for cache in (link.source, link.destination):
             if cache.device.type == "cuda":
                 torch.cuda.synchronize(cache.device)
+        if work is not None:
+            for _ in range(10):
+                work @ work
         begin = time.perf_counter()
         transfer = link.send(handoff)
         transfer.wait(TIMEOUT)
