@@ -151,6 +151,13 @@ def test_unequal_hardware_is_drawn_per_gpu_and_says_so() -> None:
     assert list(y) == [run.summary.request_throughput / 2 for run in report.of("adaptive")]
 
 
+def test_a_cpu_is_no_gpu() -> None:
+    report = make({"adaptive": 2})
+    on_cpu = {name: replace(h, devices=("cpu",) * len(h.devices)) for name, h in report.hardware.items()}
+    ax = draw_throughput(replace(report, hardware=on_cpu), ax=canvas())
+    assert "per device" in ax.get_title(loc="left") and "per device" in ax.get_xlabel()
+
+
 def title(ax: Axes) -> str:
     return ax.get_title(loc="left")
 

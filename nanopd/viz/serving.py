@@ -1,7 +1,7 @@
 """Serving benchmark as pictures: one curve per strategy over the offered rate, with the SLO where it belongs.
 
-Each function takes a `nanopd.bench.Report`. The title says who is ahead; unequal hardware is drawn per GPU, and then it
-says so. Legends stand below the axes, where they hide no data.
+Each function takes a `nanopd.bench.Report`. The title says who is ahead; unequal hardware is drawn per GPU (on a
+CPU per device), and then it says so. Legends stand below the axes, where they hide no data.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from nanopd.bench.hardware import device_word
 from nanopd.errors import ConfigError
 from nanopd.viz.serving_titles import attainment_title, latency_title, outcomes_title, throughput_title
 from nanopd.viz.style import ALERT_COLOR, GREY, INK, PALETTE, axes_for, bare_figure, styled, tint
@@ -208,7 +209,8 @@ def _rate(report: Report, run: Result) -> float:
 
 
 def _per_gpu(report: Report) -> str:
-    return " per GPU" if report.per_gpu else ""
+    """What rates were divided by; nothing if hardware is equal."""
+    return f" per {device_word(report.hardware.values())}" if report.per_gpu else ""
 
 
 def _latency(metric: str) -> tuple[str, float, str]:
@@ -255,7 +257,7 @@ def _log_axis(ax: Axes) -> None:
 
 
 def _finish(ax: Axes, report: Report, title: str, *, from_zero: bool = True, legend: bool = True) -> None:
-    ax.set_title(title + ("\nunequal hardware: per GPU" if report.per_gpu else ""))
+    ax.set_title(title + (f"\nunequal hardware:{_per_gpu(report)}" if report.per_gpu else ""))
     ax.set_xlabel(f"offered rate of {report.workload} (requests/s{_per_gpu(report) if from_zero else ''})")
     if from_zero:
         ax.set_xlim(left=0)
