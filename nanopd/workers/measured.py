@@ -61,9 +61,9 @@ class Sizes:
 
 
 def gpu_sizes(device: str = "cuda:0") -> Sizes:
-    """Light and heavy KV; decode on about a half, 3/8 and 5/16 of the SMs, prefill on the others."""
+    """Light and heavy KV; decode on about 5/8, a half, 3/8 and 5/16 of the SMs, prefill on the others."""
     total = gpu_sms()[device]
-    counts = sorted({max(8, round(total * share / 8) * 8) for share in (0.485, 0.364, 0.303)}, reverse=True)
+    counts = sorted({max(8, round(total * share / 8) * 8) for share in (0.606, 0.485, 0.364, 0.303)}, reverse=True)
     splits = tuple((f"{device}/sm={count}", f"{device}/sm={total - count}") for count in counts)
     return Sizes(
         states=((16, 1024), (64, 8192), (32, 24576)),
