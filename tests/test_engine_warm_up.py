@@ -1,12 +1,15 @@
-"""The prompt that a runner computes before it serves: as long as a step may be, and no longer than all limits allow."""
+"""What a runner computes before it serves: prompts as long as a step may be, and no longer than all limits allow."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
 from engine_cases import check_clean, greedy
 
 from nanopd import LLM
+from nanopd.engine.runner import warm_up_lengths
 from nanopd.model import LoadedModel, load_model
 
 
@@ -37,10 +40,24 @@ def test_length_and_what_it_leaves_behind(
     monkeypatch.setattr(llm.model, "forward", lambda batch, *rest: (seen.append(batch), forward(batch, *rest))[1])
     llm.kv_cache.tensor.fill_(float("nan"))
     llm.runner.warm_up()
-    (batch,) = seen
-    assert batch.token_ids.shape[0] == batch.max_seqlen_q == int(batch.context_lens[0]) == expected
-    assert batch.positions.tolist() == batch.slot_mapping.tolist() == list(range(expected))
-    assert batch.block_tables.shape[1] * 16 >= expected
+    whole = seen[0]
+    assert whole.positions.tolist() == whole.slot_mapping.tolist() == list(range(expected))
+    lengths = [batch.max_seqlen_q for batch in seen]
+    assert lengths == sorted(lengths, reverse=True) and {16, 32, expected} <= set(lengths)
+    assert all(longer <= 2 * shorter for longer, shorter in itertools.pairwise(lengths))
+    for batch in seen:  # the end of a prompt of that length, or of the longest one
+        length, context = batch.token_ids.shape[0], int(batch.context_lens[0])
+        assert batch.max_seqlen_q == length and context in (length, expected)
+        assert batch.positions.tolist() == batch.slot_mapping.tolist() == list(range(context - length, context))
+        assert batch.block_tables.shape[1] * 16 >= context
+    assert {int(batch.context_lens[0]) for batch in seen if batch.max_seqlen_q == 16} == {16, expected}
     after = llm.generate([[5] * 20], greedy(8), use_tqdm=False)[0].outputs[0].token_ids
     assert after == before
     check_clean(llm)
+
+
+@pytest.mark.parametrize("most", [1, 7, 15, 16, 17, 24, 31, 32, 100, 2048, 8209])
+def test_lengths(most: int) -> None:
+    lengths = warm_up_lengths(most)
+    assert lengths[0] == most and lengths[-1] == min(most, 16) and len(set(lengths)) == len(lengths)
+    assert all(shorter < longer <= 1.5 * shorter for longer, shorter in itertools.pairwise(lengths))

@@ -166,31 +166,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compute the longest step's worth of one prompt. Its KV fills the pool's first blocks: call it before they
-        are in use.
+        """Compute prompts, and ends of prompts, of many lengths up to the longest step's. Their KV fills the pool's
+        first blocks: call it before they are in use.
 
         A kernel is loaded at its first launch, and the driver then waits until the device is idle, with everybody
-        else: the first prompt of one worker would make the decodes of another one on the card wait to its end. The
-        activations' memory, too, is then taken before there is company.
+        else: the first prompt of one worker would make the decodes of another one on the card wait to its end. Which
+        kernels a product or attention takes depends on the number of tokens, hence the many. The activations' memory,
+        too, is then taken before there is company.
         """
-        block_size = self.kv_cache.block_size
-        slots = min(self.kv_cache.num_blocks, self.packer.max_blocks) * block_size
-        num_tokens = min(self.packer.max_num_tokens, slots, self.max_model_len)
+        slots = min(self.kv_cache.num_blocks, self.packer.max_blocks) * self.kv_cache.block_size
+        most = min(self.packer.max_num_tokens, slots, self.max_model_len)
         with self._on_device():
-            positions = torch.arange(num_tokens, device=self.device)
-            batch = ForwardBatch(
-                token_ids=torch.zeros_like(positions),
-                positions=positions,
-                slot_mapping=positions,
-                cu_seqlens_q=torch.tensor([0, num_tokens], dtype=torch.int32, device=self.device),
-                context_lens=torch.tensor([num_tokens], dtype=torch.int32, device=self.device),
-                block_tables=torch.arange(slots // block_size, dtype=torch.int32, device=self.device).unsqueeze(0),
-                logits_rows=positions[-1:],
-                num_decodes=0,
-                max_seqlen_q=num_tokens,
-            )
-            tokens = greedy_tokens(self.model.forward(batch, self.kv_cache))
-            PendingStep(StepPlan(), tokens, self.device).end()
+            for num_tokens in warm_up_lengths(most):
+                for context_len in {num_tokens, most}:
+                    logits = self.model.forward(self._end_of_prompt(num_tokens, context_len, slots), self.kv_cache)
+            PendingStep(StepPlan(), greedy_tokens(logits), self.device).end()
 
     def close(self) -> None:
         """Drop the CUDA graphs, and the references to model and KV cache. The runner is of no use after this."""
@@ -207,6 +197,22 @@ class ModelRunner:
         if self.stream is not None:
             return torch.cuda.stream(self.stream)
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def _end_of_prompt(self, num_tokens: int, context_len: int, slots: int) -> ForwardBatch:
+        """The last ``num_tokens`` of ``context_len``, in the pool's first ``slots`` slots."""
+        positions = torch.arange(context_len - num_tokens, context_len, device=self.device)
+        num_blocks = slots // self.kv_cache.block_size
+        return ForwardBatch(
+            token_ids=torch.zeros_like(positions),
+            positions=positions,
+            slot_mapping=positions,
+            cu_seqlens_q=torch.tensor([0, num_tokens], dtype=torch.int32, device=self.device),
+            context_lens=torch.tensor([context_len], dtype=torch.int32, device=self.device),
+            block_tables=torch.arange(num_blocks, dtype=torch.int32, device=self.device).unsqueeze(0),
+            logits_rows=torch.tensor([num_tokens - 1], device=self.device),
+            num_decodes=0,
+            max_seqlen_q=num_tokens,
+        )
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         pairs = torch.tensor(copies, dtype=torch.int64).T.contiguous()
@@ -263,6 +269,11 @@ class ModelRunner:
                 return tokens
             return tokens[torch.tensor(rows).to(self.device)]
         return sample_tokens(step.logits, sampling_batch(samplers, rows, ahead))
+
+
+def warm_up_lengths(most: int) -> list[int]:
+    """``most``, and below it the powers of two and what lies halfway between them, from 16 on; longest first."""
+    return sorted({most, *(n for k in range(4, most.bit_length()) for n in (2**k, 3 * 2 ** (k - 1)) if n < most)})[::-1]
 
 
 def sampling_batch(samplers: Sequence[Request], rows: Sequence[int], ahead: int = 0) -> SamplingBatch:
