@@ -149,7 +149,7 @@ def decode_steps(llm: LLM, batch_size: int, kv_len: int, steps: int, ceilings: C
     ``step_ms`` is the wall time of ``Engine.step``; ``gpu_ms`` is the graph alone, and ``host_share`` the part of the
     step that it does not cover: what run-ahead does not hide. What the host does in a step, hidden or not, is
     ``schedule_ms``, ``launch_ms`` (inputs, graph replay or kernel launches) and ``update_ms``, timed in steps that are
-    not launched ahead. Medians, except ``worst_ms``. Without ``ceilings`` there is no floor.
+    not launched ahead; these take ``in_turn_ms``. Medians, except ``worst_ms``. Without ``ceilings`` there is no floor.
     """
     requests = _prefilled(llm, batch_size, kv_len, max_tokens=2 * steps + 20)
     on_gpu = llm.kv_cache.device.type == "cuda"
@@ -165,6 +165,7 @@ def decode_steps(llm: LLM, batch_size: int, kv_len: int, steps: int, ceilings: C
     result = {
         "step_ms": statistics.median(walls),
         "worst_ms": max(walls),
+        "in_turn_ms": statistics.median(map(sum, times)),
         "schedule_ms": schedule,
         "launch_ms": launch,
         "wait_ms": wait,
