@@ -9,45 +9,51 @@
 //   ordinary cores' issue slots, and 8 overflow them. One mma.sync takes up to 16 heads at the same cost.
 // * In flight: 4.8 TB/s with 800 ns latency over 132 SMs needs 29 KB under way in each SM at all times. cp.async brings
 //   tiles into a ring of STAGES slots per warp: STAGES - 1 tiles are under way while one is used. Warps do not share
-//   tiles, so the loop has no barrier at all.
+//   tiles, so the loop has no barrier at all. Nor does the stream of tiles stop where a segment ends.
+// * Early: if the kernel in front still runs (overlap.cuh), the first tiles are fetched all the same, unless they hold the
+//   newest token of a sequence, which that kernel stores.
 #include "attention_merge.cuh"
 #include "attention_mma.cuh"
+#include "overlap.cuh"
 
 constexpr int WARPS = HEAD_DIM <= 128 ? 4 : 2;
 constexpr int STAGES = 3;
-constexpr int TILE_BYTES = UNIT * ROW_BYTES;                // UNIT token rows of K, or of V
-constexpr int RING_BYTES = STAGES * 2 * TILE_BYTES;         // per warp; the host passes WARPS * RING_BYTES as shared memory
-constexpr int ACC_STRIDE = HEAD_DIM + 8;                    // floats; the padding keeps 8-byte stores off each other's banks
+constexpr int TILE_BYTES = UNIT * ROW_BYTES;         // UNIT token rows of K, or of V
+constexpr int SLOT_BYTES = 2 * TILE_BYTES;           // a tile of each
+constexpr int RING_BYTES = STAGES * SLOT_BYTES;      // per warp; the host passes WARPS * RING_BYTES as shared memory
+static_assert(MAX_GROUP * HEAD_DIM * 4 <= SLOT_BYTES, "a warp's sums fit the slot that it has just used");
 
-// Copy one tile of K and V into a ring slot. Lane i holds the cache row of token i % 16, or -1 past the end.
-__device__ __forceinline__ void fetch_tile(u32 slot, const scalar* k_cache, const scalar* v_cache, int row, int num_kv_heads,
-                                           int kv_head, int lane) {
+// Copy one tile of K and V into a ring slot. Lane i holds the row of token i % UNIT in the caches, seen as
+// [slots * Hkv, D], or -1 past the end.
+__device__ __forceinline__ void fetch_tile(u32 slot, const scalar* k_cache, const scalar* v_cache, int row, int lane) {
+  if (!__any_sync(FULL_MASK, row >= 0)) return;
 #pragma unroll
   for (int i = 0; i < UNIT * ROW_CHUNKS / WARP; ++i) {
     const int token = (i * WARP + lane) / ROW_CHUNKS, chunk = (i * WARP + lane) % ROW_CHUNKS;
     const int token_row = __shfl_sync(FULL_MASK, row, token);
     // Tokens past the end become zeros: a probability of 0 would not silence a NaN left in an unused slot of V.
     const bool valid = token_row >= 0;
-    const i64 at = valid ? ((i64)token_row * num_kv_heads + kv_head) * HEAD_DIM + chunk * 8 : 0;
+    const i64 at = valid ? (i64)token_row * HEAD_DIM + chunk * 8 : 0;
     copy16_async(slot + tile_offset(token, chunk), k_cache + at, valid);
     copy16_async(slot + TILE_BYTES + tile_offset(token, chunk), v_cache + at, valid);
   }
 }
 
 // grid: any number of blocks, block WARPS * 32 threads.
-extern "C" __global__ void __launch_bounds__(WARPS * WARP) attention_decode_split(
+extern "C" __global__ void __launch_bounds__(WARPS * WARP, 2) attention_decode_split(
     scalar* __restrict__ out,               // [B, Hq, D]
     float* __restrict__ partial_out,        // [2 * gridDim.x, 16, D] pieces of segments that were cut
     float* __restrict__ partial_lse,        // [2 * gridDim.x, 16] base-2 logarithm of each piece's sum of exponentials
     u32* __restrict__ arrivals,             // [gridDim.x] zeros, and zeros again afterwards
-    const scalar* __restrict__ q,           // [B, Hq, D], rows q_stride elements apart
-    const scalar* __restrict__ k_cache,     // [num_blocks, BLOCK_SIZE, Hkv, D]
-    const scalar* __restrict__ v_cache,     // same
+    const scalar* q,                        // [B, Hq, D], rows q_stride elements apart
+    const scalar* k_cache,                  // [num_blocks, BLOCK_SIZE, Hkv, D]
+    const scalar* v_cache,                  // same
     const int* __restrict__ block_tables,   // [B, max_blocks]
     const int* __restrict__ context_lens,   // [B]
     float scale, int q_stride, int max_blocks, int num_seqs, int num_heads, int num_kv_heads) {
   extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ float warp_largest[WARPS][MAX_GROUP], warp_total[WARPS][MAX_GROUP];
+  __shared__ WarpSums of_warp[WARPS];
+  __shared__ Cut cuts[2];  // a part's first segment and its last may be shared with other parts
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   unsigned char* ring_memory = shared + warp * RING_BYTES;
   const u32 ring = shared_address(ring_memory);
@@ -55,28 +61,58 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) attention_decode_spli
   const HeadGroups groups(num_heads, num_kv_heads);
   const Plan plan = make_plan(context_lens, num_seqs, groups.per_seq, gridDim.x);
   i64 line = 0;  // where on the line of all units this block stands
-  int units_left = 0;
   Place place = {};
+  int part_units = 0;
   if ((int)blockIdx.x < plan.parts) {
     line = plan.first_unit(blockIdx.x);
-    units_left = (int)(plan.first_unit(blockIdx.x + 1) - line);
+    part_units = (int)(plan.first_unit(blockIdx.x + 1) - line);
     place = find_place(line, context_lens, num_seqs, groups.per_seq);
   }
 
-  for (int piece = 2 * blockIdx.x; units_left > 0; piece = 2 * blockIdx.x + 1) {
-    const int context_len = __ldg(context_lens + place.seq), segment_units = num_units(context_len);
-    if (segment_units == 0) {  // an empty sequence takes no room on the line
-      place = {place.seq + 1, 0, 0};
-      continue;
+  // Warp w takes units w, w + WARPS, ... of the part. `ahead` is where its fetches stand; `row` always runs one tile
+  // ahead of them, since they would otherwise wait for the block table.
+  Cursor here(place, part_units, context_lens), ahead = here;
+  ahead.advance(warp, context_lens, groups.per_seq);
+  const auto next_row = [&] {
+    const int token = ahead.at.unit * UNIT + lane % UNIT;
+    int found = -1;
+    if (ahead.left > 0 && token < ahead.context_len) {
+      const int* block_table = block_tables + (i64)ahead.at.seq * max_blocks;
+      found = cache_row(block_table, token) * num_kv_heads + groups.kv_head(ahead.at.segment);
     }
-    const int first = place.unit, last = min(first + units_left, segment_units);  // this piece: units first ... last - 1
-    const int kv_head = groups.kv_head(place.segment);
-    const int first_head = groups.first_head(place.segment), heads = groups.num_heads(place.segment);
-    const int* block_table = block_tables + (i64)place.seq * max_blocks;
+    return found;
+  };
+  bool newest[STAGES];
+  int rows[STAGES];
+#pragma unroll
+  for (int s = 0; s < STAGES; ++s) {
+    rows[s] = next_row();
+    newest[s] = ahead.is_newest();
+    ahead.advance(WARPS, context_lens, groups.per_seq);
+  }
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; ++s) {
+    if (newest[s]) wait_for_previous();
+    fetch_tile(ring + s * SLOT_BYTES, k_cache, v_cache, rows[s], lane);
+    copy_commit();
+  }
+  int row = rows[STAGES - 1], slot = 0;
+  wait_for_previous();
+  let_next_start();  // not before: then the next kernel can count on all that came before this one
+
+  int unit = here.at.unit + warp;  // this warp's next one in the segment
+  int num_cuts = 0;
+  for (int piece = 2 * blockIdx.x; here.left > 0; piece = 2 * blockIdx.x + 1) {
+    const int context_len = here.context_len, segment_units = here.segment_units();
+    const int first = here.at.unit, last = min(first + here.left, segment_units);  // this piece: units first ... last - 1
+    const int first_head = groups.first_head(here.at.segment), heads = groups.num_heads(here.at.segment);
+    const int first_row = here.at.seq * num_heads + first_head;  // of the output, seen as [B * Hq, D]
+    const bool whole = first == 0 && last == segment_units;  // no other part has a piece of this segment
+    if (!whole && threadIdx.x == 0) cuts[num_cuts] = {Pieces(plan, line - first, segment_units), first_row, heads, false};
 
     // Q as the A operand: rows are heads, those past the group are zero.
     u32 q_frag[HEAD_DIM / 16][4];
-    const scalar* q_rows = q + (i64)place.seq * q_stride + first_head * HEAD_DIM + 2 * t;
+    const scalar* q_rows = q + (i64)here.at.seq * q_stride + first_head * HEAD_DIM + 2 * t;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 16 * 4; ++i) {
       const int head = g + i % 2 * 8, dim = i / 4 * 16 + i % 4 / 2 * 8;
@@ -85,31 +121,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) attention_decode_spli
 
     float acc[HEAD_DIM / 8][4] = {}, largest[2] = {NEG_INF, NEG_INF}, total[2] = {0.f, 0.f};  // rows g and g + 8
 
-    // Warp w takes units first + w, first + w + WARPS, ... `row` always runs one tile ahead of the fetches, which
-    // would otherwise wait for the block table.
-    const auto row_of = [&](int unit) {
-      const int token = unit * UNIT + lane % UNIT;
-      return unit < last && token < context_len ? cache_row(block_table, token) : -1;
-    };
-    int unit = first + warp, slot = 0, rows[STAGES];
-#pragma unroll
-    for (int s = 0; s < STAGES; ++s) rows[s] = row_of(unit + s * WARPS);
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) {
-      fetch_tile(ring + s * 2 * TILE_BYTES, k_cache, v_cache, rows[s], num_kv_heads, kv_head, lane);
-      copy_commit();
-    }
-    int row = rows[STAGES - 1];
     for (; unit < last; unit += WARPS) {
       copy_wait<STAGES - 2>();
       __syncwarp();  // every lane's part of the tile has arrived, and every lane is done with the slot refilled next
       const int refill = slot == 0 ? STAGES - 1 : slot - 1;
-      if (unit + (STAGES - 1) * WARPS < last)
-        fetch_tile(ring + refill * 2 * TILE_BYTES, k_cache, v_cache, row, num_kv_heads, kv_head, lane);
+      fetch_tile(ring + refill * SLOT_BYTES, k_cache, v_cache, row, lane);
       copy_commit();  // even when empty, so that the count of groups stays right
-      row = row_of(unit + STAGES * WARPS);
+      row = next_row();
+      ahead.advance(WARPS, context_lens, groups.per_seq);
 
-      const u32 k_tile = ring + slot * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
+      const u32 k_tile = ring + slot * SLOT_BYTES, v_tile = k_tile + TILE_BYTES;
       slot = slot == STAGES - 1 ? 0 : slot + 1;
 
       float scores[UNIT / 8][4] = {};  // Q K^T: 16 heads x 8 tokens each
@@ -165,55 +186,44 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) attention_decode_spli
       }
     }
 
-    // Merge the warps through shared memory. The rings are free now: a warp leaves its sums in its own.
-    copy_wait<0>();
+    // Merge the warps through shared memory. A warp leaves its sums in the slot that it used last; the others are being
+    // filled for the next segment.
     __syncwarp();
-    float* own = reinterpret_cast<float*>(ring_memory);
+    float* own = reinterpret_cast<float*>(ring_memory + (slot == 0 ? STAGES - 1 : slot - 1) * SLOT_BYTES);
+    if (lane == 0) of_warp[warp].sums = own;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      if (r == 1 && heads <= 8) break;
       const float row_total = warp_sum<4>(total[r]);
       if (t == 0) {
-        warp_largest[warp][g + 8 * r] = largest[r];
-        warp_total[warp][g + 8 * r] = row_total;
+        of_warp[warp].largest[g + 8 * r] = largest[r];
+        of_warp[warp].total[g + 8 * r] = row_total;
       }
 #pragma unroll
       for (int n = 0; n < HEAD_DIM / 8; ++n)
-        *(float2*)(own + (g + 8 * r) * ACC_STRIDE + n * 8 + 2 * t) = make_float2(acc[n][2 * r], acc[n][2 * r + 1]);
+        *(float2*)(own + WarpSums::at(g + 8 * r, n * 8 + 2 * t)) = make_float2(acc[n][2 * r], acc[n][2 * r + 1]);
     }
     __syncthreads();
-    const bool whole = first == 0 && last == segment_units;  // no other part has a piece of this segment
     for (int i = threadIdx.x; i < heads * HEAD_DIM; i += WARPS * WARP) {
       const int head = i / HEAD_DIM, d = i % HEAD_DIM;
-      float merged_largest = NEG_INF, merged_total = 0.f, merged = 0.f;
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) merged_largest = fmaxf(merged_largest, warp_largest[w][head]);
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) {
-        const float factor = rescale(warp_largest[w][head], merged_largest);
-        merged_total += warp_total[w][head] * factor;
-        merged += reinterpret_cast<float*>(shared + w * RING_BYTES)[head * ACC_STRIDE + d] * factor;
-      }
-      merged /= merged_total;
+      float lse;
+      const float merged = merge_warps(of_warp, head, d, lse);
       if (whole) {
-        out[((i64)place.seq * num_heads + first_head + head) * HEAD_DIM + d] = from_float<scalar>(merged);
+        out[(i64)first_row * HEAD_DIM + i] = from_float<scalar>(merged);
       } else {
-        partial_out[((i64)piece * MAX_GROUP + head) * HEAD_DIM + d] = merged;
-        if (d == 0) partial_lse[piece * MAX_GROUP + head] = merged_largest + __log2f(merged_total);
+        partial_out[(i64)piece * MAX_GROUP * HEAD_DIM + i] = merged;
+        if (d == 0) partial_lse[piece * MAX_GROUP + head] = lse;
       }
     }
-    if (whole) {
-      __syncthreads();  // the rings are about to be refilled
-    } else {
-      const Pieces pieces(plan, line - first, segment_units);
-      if (arrives_last(arrivals + pieces.first_part, pieces.count))
-        merge_pieces(out + ((i64)place.seq * num_heads + first_head) * HEAD_DIM, partial_out, partial_lse, pieces, heads,
-                     warp, WARPS);
-    }
-
-    units_left -= last - first;
+    __syncthreads();  // the slots are about to be refilled
+    num_cuts += !whole;
     line += last - first;
-    place = place.segment + 1 < groups.per_seq ? Place{place.seq, place.segment + 1, 0} : Place{place.seq + 1, 0, 0};
+    here.advance(last - first, context_lens, groups.per_seq);
+    unit -= last;  // the next piece, if any, starts a segment
   }
+
+  // Not sooner: the fences in there would also wait for all copies that are under way.
+  arrive_and_merge(cuts, num_cuts, arrivals, out, partial_out, partial_lse, warp, WARPS);
 
   // Nobody has a part of an empty sequence: its output is zero.
   for (int seq = blockIdx.x; seq < num_seqs; seq += gridDim.x) {

@@ -1,4 +1,5 @@
-// Putting the pieces of a cut segment together, by whichever of its blocks finishes last.
+// Putting together what warps have computed of a piece, and then the pieces of a cut segment, by whichever of its blocks
+// finishes last.
 //
 // Each piece is a finished softmax average o_i over its own tokens and lse_i = log2(sum of 2^score). Over all tokens the
 // average is sum_i 2^lse_i o_i / sum_i 2^lse_i, computed relative to the largest lse. A second kernel could do this, but a
@@ -9,10 +10,36 @@
 #include "attention_common.cuh"
 #include "attention_plan.cuh"
 
+// What one warp leaves in shared memory: an unfinished softmax average for each head.
+struct WarpSums {
+  float largest[MAX_GROUP], total[MAX_GROUP];
+  float* sums;  // [heads, D], columns permuted
+
+  // Where a head's sum over dimension d lies. The XOR keeps the stores of a warp, 4 heads at a time, on different banks.
+  __device__ __forceinline__ static int at(int head, int d) { return head * HEAD_DIM + (d ^ (head % 4 * 8)); }
+};
+
+// The average over all warps' tokens at (head, d), and its lse.
+template <int warps>
+__device__ __forceinline__ float merge_warps(const WarpSums (&of_warp)[warps], int head, int d, float& lse) {
+  float largest = NEG_INF, total = 0.f, sum = 0.f;
+#pragma unroll
+  for (int w = 0; w < warps; ++w) largest = fmaxf(largest, of_warp[w].largest[head]);
+#pragma unroll
+  for (int w = 0; w < warps; ++w) {
+    const float factor = rescale(of_warp[w].largest[head], largest);
+    total += of_warp[w].total[head] * factor;
+    sum += of_warp[w].sums[WarpSums::at(head, d)] * factor;
+  }
+  lse = largest + __log2f(total);
+  return sum / total;
+}
+
 // The pieces of one segment: of parts first_part ... first_part + count - 1. A part leaves its first piece in slot 2 * part
 // and a last one that is incomplete in slot 2 * part + 1.
 struct Pieces {
   int first_slot, first_part, count;
+  Pieces() = default;
   __device__ __forceinline__ Pieces(const Plan& plan, i64 segment_start, int segment_units)
       : first_part(plan.part_of(segment_start)),
         count(plan.part_of(segment_start + segment_units - 1) - first_part + 1) {
@@ -21,17 +48,7 @@ struct Pieces {
   __device__ __forceinline__ int slot(int i) const { return i == 0 ? first_slot : 2 * (first_part + i); }
 };
 
-// True in all threads of the block that is the last of `count` to call it; what the others wrote before is visible then.
-// The counter is back at zero afterwards, so that nobody has to clear it before the next launch or graph replay.
-__device__ __forceinline__ bool arrives_last(u32* counter, int count) {
-  __shared__ bool last;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) last = atomicInc(counter, count - 1) == count - 1;  // counts up to count - 1, then wraps to 0
-  __syncthreads();
-  __threadfence();
-  return last;
-}
+constexpr int AT_ONCE = HEAD_DIM <= 128 ? 16 : 8;  // pieces whose loads are under way together; divides 32
 
 // out_rows: [heads, D]. A warp takes a head; `warp` of `warps`. Reads go to L2 (ldcg): L1 does not see other SMs' writes.
 __device__ __forceinline__ void merge_pieces(scalar* out_rows, const float* partial_out, const float* partial_lse,
@@ -49,16 +66,45 @@ __device__ __forceinline__ void merge_pieces(scalar* out_rows, const float* part
       sum = sum * keep + warp_sum(weight);
 #pragma unroll
       for (int j = 0; j < HEAD_DIM / WARP; ++j) acc[j] *= keep;
-#pragma unroll 8
-      for (int i = 0; i < count; ++i) {
-        const float w = __shfl_sync(FULL_MASK, weight, i);
-        const float* o = partial_out + (i64)(pieces.slot(begin + i) * MAX_GROUP + head) * HEAD_DIM + lane;
+      for (int i = 0; i < count; i += AT_ONCE) {
 #pragma unroll
-        for (int j = 0; j < HEAD_DIM / WARP; ++j) acc[j] += w * __ldcg(o + j * WARP);
+        for (int k = i; k < i + AT_ONCE; ++k) {  // past the end: the last piece once more, with a weight of 0
+          const float w = __shfl_sync(FULL_MASK, weight, k);
+          const int slot = pieces.slot(begin + min(k, count - 1));
+          const float* o = partial_out + (i64)(slot * MAX_GROUP + head) * HEAD_DIM + lane;
+#pragma unroll
+          for (int j = 0; j < HEAD_DIM / WARP; ++j) acc[j] += w * __ldcg(o + j * WARP);
+        }
       }
     }
 #pragma unroll
     for (int j = 0; j < HEAD_DIM / WARP; ++j)
       out_rows[head * HEAD_DIM + j * WARP + lane] = from_float<scalar>(acc[j] / sum);
+  }
+}
+
+// A segment that this block shares with others.
+struct Cut {
+  Pieces pieces;
+  int first_row, heads;  // rows of the output
+  bool last;             // whether all other pieces are there
+};
+
+// Count the block in at the segments it shares, once it has written its pieces and passed a barrier. Merge those where it
+// is the last to come. Counters are back at zero then: nobody has to clear them before the next launch or graph replay.
+__device__ __forceinline__ void arrive_and_merge(Cut* cuts, int num_cuts, u32* arrivals, scalar* out,
+                                                 const float* partial_out, const float* partial_lse, int warp, int warps) {
+  if (threadIdx.x < num_cuts) {
+    Cut& cut = cuts[threadIdx.x];
+    const u32 others = cut.pieces.count - 1;
+    __threadfence();  // with the barriers around them, one thread's fences are the whole block's
+    cut.last = atomicInc(arrivals + cut.pieces.first_part, others) == others;  // counts up to `others`, then wraps to 0
+    __threadfence();
+  }
+  __syncthreads();
+  for (int i = 0; i < num_cuts; ++i) {
+    const Cut cut = cuts[i];
+    if (cut.last)
+      merge_pieces(out + (i64)cut.first_row * HEAD_DIM, partial_out, partial_lse, cut.pieces, cut.heads, warp, warps);
   }
 }

@@ -9,6 +9,8 @@
 // Every part reads the same number of bytes however ragged the batch is, and the grid depends on the GPU alone, so that
 // a captured CUDA graph stays right when context lengths change. A part may meet several segments, a segment several
 // parts; the pieces of a segment are merged by the block that finishes last (attention_merge.cuh).
+//
+// A border inside of a part costs time, so some blocks get no part if contexts of equal length are then cut where they end.
 #pragma once
 #include "common.cuh"
 
@@ -44,14 +46,30 @@ struct Plan {
   __device__ __forceinline__ int part_of(i64 unit) const { return (int)(((unit + 1) * parts - 1) / total); }
 };
 
+// How many parts, of at most `max_parts`, suit this many segments if they are equally long: a multiple of their number, or
+// one that divides it. `max_parts` itself if that would leave more than a tenth of the blocks without work.
+__device__ __forceinline__ int aligned_parts(int segments, int max_parts) {
+  int parts = max_parts / segments * segments;
+  if (parts == 0) {  // several segments to a part
+    const int each = (segments + max_parts - 1) / max_parts;
+    if (segments % each == 0) parts = segments / each;
+  }
+  return parts * 10 >= max_parts * 9 ? parts : max_parts;
+}
+
 // Every warp makes the plan for itself, with no barrier; all its lanes get the result.
 __device__ __forceinline__ Plan make_plan(const int* context_lens, int num_seqs, int segments_per_seq, int max_parts) {
-  int units = 0;
-  for (int i = threadIdx.x % WARP; i < num_seqs; i += WARP) units += num_units(__ldg(context_lens + i));
+  int units = 0, seqs = 0;  // empty sequences do not count
+  for (int i = threadIdx.x % WARP; i < num_seqs; i += WARP) {
+    const int own = num_units(__ldg(context_lens + i));
+    units += own;
+    seqs += own > 0;
+  }
   Plan plan;
   plan.total = (i64)__reduce_add_sync(FULL_MASK, units) * segments_per_seq;
+  seqs = __reduce_add_sync(FULL_MASK, seqs);
   const i64 useful = (plan.total + MIN_UNITS - 1) / MIN_UNITS;
-  plan.parts = useful < max_parts ? (int)useful : max_parts;
+  plan.parts = useful < max_parts ? (int)useful : aligned_parts(seqs * segments_per_seq, max_parts);
   return plan;
 }
 
@@ -83,3 +101,27 @@ __device__ __forceinline__ Place find_place(i64 unit, const int* context_lens, i
     before += (i64)__shfl_sync(FULL_MASK, upto, WARP - 1) * segments_per_seq;
   }
 }
+
+// A place that moves along the line, over the units of one part.
+struct Cursor {
+  Place at;
+  int left;         // units of the part from here on; 0 or less: past its end
+  int context_len;  // of the sequence
+
+  __device__ __forceinline__ Cursor(Place at, int left, const int* context_lens)
+      : at(at), left(left), context_len(left > 0 ? __ldg(context_lens + at.seq) : 0) {}
+  __device__ __forceinline__ int segment_units() const { return num_units(context_len); }
+  // Whether the unit holds its sequence's last token.
+  __device__ __forceinline__ bool is_newest() const { return at.unit == segment_units() - 1; }
+
+  __device__ __forceinline__ void advance(int units, const int* context_lens, int segments_per_seq) {
+    left -= units;
+    at.unit += units;
+    while (left > 0 && at.unit >= segment_units()) {
+      at.unit -= segment_units();
+      if (++at.segment < segments_per_seq) continue;
+      at.segment = 0;
+      context_len = __ldg(context_lens + ++at.seq);
+    }
+  }
+};

@@ -6,9 +6,12 @@
 // early can have them under way when its input arrives. Needs sm_90; on older GPUs both functions do nothing.
 //
 // The rule that keeps this correct: every thread of a kernel that is launched this way (Kernel.__call__, overlap=True)
-// calls `wait_for_previous` before it touches anything but weights, and before it ends. Then "my predecessor has
-// finished" also means "so has everything before it". Pointers to what other kernels write are not `const __restrict__`:
-// that would allow the compiler to load through them before the wait.
+// calls `wait_for_previous` before it touches anything that a kernel still running may write, which means anything but
+// weights, and before it ends. Then "my predecessor has finished" also means "so has everything before it". Pointers to
+// what other kernels write are not `const __restrict__`: that would allow the compiler to load through them before the wait.
+//
+// Decode attention may read more, since its callers promise more (PagedAttention.decode): only queries and the newest token
+// of each sequence come from kernels that may still run. Most of what it reads is as old as weights are.
 #pragma once
 
 // Until the previous kernel on the stream has finished and what it wrote can be seen.

@@ -24,6 +24,8 @@ def alike(ops: Ops) -> Ops:
     Of the CUDA ops, each validates the first call that is given its outputs. Later ones may pass other tensors, not
     other shapes, strides, dtypes, numbers or presence of what is optional, nor be made on another stream: none of that
     is looked at again. (``rms_norm`` with and without a residual count as two ops, and ``linear`` takes any sizes.)
+    Decode attention comes after a ``linear`` and a ``norm_rope_store``, and starts while they run: what it reads was
+    there before those two, except for queries and each sequence's newest token.
     For one thread and one forward pass. Any other implementation is returned as it is.
     """
     return AlikeOps(ops) if type(ops) is CudaOps else ops
@@ -93,7 +95,7 @@ class AlikeOps(CudaOps):
         tensors = (out, q, k_cache, v_cache, block_tables, context_lens)
         launch = self._launches.get("decode")
         if launch is None:
-            launch = self._launches["decode"] = self.attention.prepare_decode(*tensors, scale)
+            launch = self._launches["decode"] = self.attention.prepare_decode(*tensors, scale, overlap=True)
         launch(*tensors)
         return out
 

@@ -126,6 +126,7 @@ class PagedAttention:
         out: Tensor | None = None,
         *,
         kernel: DecodeKernel = "split",
+        overlap: bool = False,
     ) -> Tensor:
         """One query per sequence against its whole context; see ``Ops.paged_decode_attention``.
 
@@ -137,13 +138,16 @@ class PagedAttention:
             scale: > 0.
             out: [B, Hq, D], written if given.
             kernel: ``naive``, ``warp`` and ``split`` give the same result at very different speeds.
+            overlap: let ``split`` start before the kernels in front of it have ended. They may still be writing q and,
+                in the caches, each sequence's newest token. The caller promises that lengths, block tables and all
+                older tokens were complete before: ``split`` reads them at once (csrc/overlap.cuh).
 
         Raises:
             UnsupportedShapeError: nothing was launched.
         """
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         tensors = (out, q, k_cache, v_cache, block_tables, context_lens)
-        self.prepare_decode(*tensors, scale, kernel=kernel)(*tensors)
+        self.prepare_decode(*tensors, scale, kernel=kernel, overlap=overlap)(*tensors)
         return out
 
     def prepare_decode(
@@ -157,6 +161,7 @@ class PagedAttention:
         scale: float,
         *,
         kernel: DecodeKernel = "split",
+        overlap: bool = False,
     ) -> Launch:
         """``decode`` without the launch itself, which takes these six tensors, or others that are alike."""
         checks.decode_attention(q, k_cache, v_cache, block_tables, context_lens, out)
@@ -167,7 +172,7 @@ class PagedAttention:
         if out.numel() == 0:
             return no_launch
         if kernel == "split":
-            return self._decode_split(q, k_cache, block_tables, scale)
+            return self._decode_split(q, k_cache, block_tables, scale, overlap)
         threads = head_dim if kernel == "naive" else _WARP_KERNEL_THREADS
         sizes = (q.stride(0), block_tables.shape[1], k_cache.shape[2])
         return self._kernel(f"decode_{kernel}", q.dtype, k_cache).prepare((num_heads, num_seqs), threads, scale, *sizes)
@@ -258,7 +263,7 @@ class PagedAttention:
         """Whether ``kernel="wgmma"`` can be asked for."""
         return f"{self._library.arch}a" == WGMMA_ARCH and head_dim in WGMMA_HEAD_DIMS
 
-    def _decode_split(self, q: Tensor, k_cache: Tensor, block_tables: Tensor, scale: float) -> Launch:
+    def _decode_split(self, q: Tensor, k_cache: Tensor, block_tables: Tensor, scale: float, overlap: bool) -> Launch:
         num_seqs, num_heads, head_dim = q.shape
         num_kv_heads, max_blocks = k_cache.shape[2], block_tables.shape[1]
         split = self._kernel("decode_split", q.dtype, k_cache)
@@ -279,7 +284,7 @@ class PagedAttention:
         partial_lse = workspace[pieces * head_dim :]
         counters = self._arrival_counters()
         sizes = (q.stride(0), max_blocks, num_seqs, num_heads, num_kv_heads)
-        prepared = split.prepare(parts, warps * 32, scale, *sizes, shared=shared)
+        prepared = split.prepare(parts, warps * 32, scale, *sizes, shared=shared, overlap=overlap)
 
         def launch(out: Tensor, *inputs: Tensor) -> None:
             prepared(out, workspace, partial_lse, counters, *inputs)

@@ -246,6 +246,36 @@ def test_decode_split_repeats_bit_for_bit(kernels: PagedAttention) -> None:
     assert all(torch.equal(first, run_decode(kernels, problem, "split")) for _ in range(5))
 
 
+def test_decode_overlapping_calls_do_not_touch_each_other(kernels: PagedAttention) -> None:
+    """Each call starts before the one in front of it has ended; they share the counters, and the memory for pieces."""
+    lengths = [[3000, 1, 0, 16, 17], [64], [4096] * 3, [0, 5, 700], [20_000], [0]] * 3
+    problems = [make_problem(contexts, seed=seed) for seed, contexts in enumerate(lengths)]
+    expected = [run_decode(kernels, problem, "split") for problem in problems]
+    outs = [torch.empty_like(out) for out in expected]
+
+    def run() -> None:
+        for problem, out in zip(problems, outs, strict=True):
+            kernels.decode(*problem.decode_arguments, out=out, overlap=True)
+
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        run()
+    for repeat in (run, *[graph.replay] * 10):
+        for out in outs:
+            out.fill_(torch.nan)
+        repeat()
+        assert all(torch.equal(out, exact) for out, exact in zip(outs, expected, strict=True))
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [((32, 8), 128), ((9, 3), 64), ((8, 8), 256)])
+def test_decode_equal_contexts(kernels: PagedAttention, heads: tuple[int, int], head_dim: int) -> None:
+    """Parts then begin where segments do; one and several segments to a part, and several parts to a segment."""
+    for count in (1, 2, 33, 66, 96):
+        problem = make_problem([515] * count, heads=heads, head_dim=head_dim, seed=count)
+        assert_close(run_decode(kernels, problem, "split"), problem)
+
+
 def test_decode_sharp_and_shifted_scores(kernels: PagedAttention) -> None:
     """Scores in the hundreds overflow exp without the running maximum, and make one token take all."""
     problem = make_problem([500, 33, 1])

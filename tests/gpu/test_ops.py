@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -364,6 +365,53 @@ def test_alike_layers_are_checked_once_and_computed_each(ops: CudaOps, tokens: i
     for layer, expected in zip(layers, want):
         for got, exact in zip(layer.run(same), expected):
             assert torch.equal(got, exact)
+
+
+@pytest.mark.parametrize("contexts", [[15], [500], [1, 16, 130, 63, 2000]])
+def test_decode_attention_overlaps_the_store_before_it(ops: CudaOps, contexts: list[int]) -> None:
+    """It reads old tokens while the newest is still computed and stored: step by step as with full stops between."""
+    hq, hkv, d, width, num_seqs, steps = 8, 2, 64, 512, len(contexts), 40
+    bf16, table_width = torch.bfloat16, -(-(max(contexts) + steps) // 16)
+    layers = [
+        (randn((hq + 2 * hkv) * d, width, dtype=bf16), randn(width, hq * d, dtype=bf16) / 20, randn(d, dtype=bf16))
+        for _ in range(4)
+    ]
+    tables = torch.randperm(num_seqs * table_width, device="cuda").to(torch.int32).view(num_seqs, table_width)
+    start = randn(len(layers), 2, num_seqs * table_width, 16, hkv, d, dtype=bf16)
+    cos_sin, first = torch.rand(table_width * 16, d, device="cuda"), randn(num_seqs, width, dtype=bf16)
+    cache, x = start.clone(), first.clone()
+    qkv, attended = (torch.empty(num_seqs, n * d, dtype=bf16, device="cuda") for n in (hq + 2 * hkv, hq))
+    q, k, v = (part.unflatten(1, (-1, d)) for part in qkv.split([hq * d, hkv * d, hkv * d], dim=1))
+    lens, positions, slots = (torch.empty(num_seqs, dtype=t, device="cuda") for t in (torch.int32, *[torch.int64] * 2))
+
+    def forward(any_ops: CudaOps, between: Callable[[], None] = lambda: None) -> None:
+        x.copy_(first)
+        for (w_qkv, w_out, norm), layer in zip(layers, cache):
+            any_ops.linear(x, w_qkv, out=qkv)
+            any_ops.norm_rope_store(q, k, v, norm, norm, 1e-6, positions, cos_sin, *layer, slots)
+            between()
+            any_ops.paged_decode_attention(q, *layer, tables, lens, 0.125, attended.view(q.shape))
+            between()
+            any_ops.linear(attended, w_out, out=x)
+
+    def run(step: Callable[[], None]) -> list[Tensor]:
+        cache.copy_(start)
+        lens.copy_(torch.tensor(contexts))
+        results = []
+        for _ in range(steps):
+            positions.copy_(lens - 1)
+            slots.copy_(tables.gather(1, positions[:, None] // 16)[:, 0] * 16 + positions % 16)
+            step()
+            results.append(x.clone())
+            lens.add_(1)
+        return [*results, cache.clone()]
+
+    expected = run(lambda: forward(ops, torch.cuda.synchronize))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        forward(alike(ops))
+    for step in (graph.replay, lambda: forward(alike(ops))):
+        assert all(torch.equal(got, exact) for got, exact in zip(run(step), expected, strict=True))
 
 
 def test_the_first_of_alike_calls_is_checked(ops: CudaOps) -> None:
