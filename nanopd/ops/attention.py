@@ -25,13 +25,17 @@ WGMMA_ARCH = "sm_90a"  # Hopper; its instructions exist in no other architecture
 WGMMA_HEAD_DIMS = (64, 128)
 
 DecodeKernel = Literal["naive", "warp", "split"]
-PrefillKernel = Literal["naive", "tiled", "wgmma"]
+PrefillKernel = Literal["naive", "tiled", "split", "wgmma"]
 
 # These repeat constants of csrc; tests/gpu/test_attention.py fails if they drift apart.
 _MAX_GROUP = 16  # attention_plan.cuh: query heads handled together
 _MIN_UNITS = 4  # attention_plan.cuh: units in the smallest part
 _SPLIT_STAGES = 3  # attention_decode_split.cu
 _WARP_KERNEL_THREADS = 256  # attention_decode_warp.cu
+_SPLIT_THREADS = 128  # attention_prefill_split.cu
+_SPLIT_ROWS = 64  # attention_prefill_split.cu: rows of a tile, each a query of one head
+_MAX_SPLITS = 32  # attention_prefill_split.cu: blocks that share a tile
+_MIN_TILES = 4  # attention_prefill_split.cu: tiles of keys in the smallest share
 _WGMMA_THREADS = 256  # attention_prefill_wgmma.cu
 _WGMMA_TILE = 128  # attention_prefill_wgmma.cu: queries per block, and keys per tile
 
@@ -55,6 +59,19 @@ class Tiling(NamedTuple):
         return self.WARPS * self.ROW_TILES * 16
 
 
+class SplitGrid(NamedTuple):
+    """Grid of attention_prefill_split.cu."""
+
+    num_kv_heads: int
+    num_seqs: int
+    tiles: int  # of the longest chunk
+    splits: int  # blocks that may share a tile
+
+    @property
+    def all_tiles(self) -> int:
+        return self.num_kv_heads * self.num_seqs * self.tiles
+
+
 class KernelVariant(NamedTuple):
     """One thing to compile: ``function`` of ``csrc/file`` under ``defines``."""
 
@@ -69,7 +86,7 @@ def variants(
     block_sizes: Iterable[int] = (16,),
 ) -> list[KernelVariant]:
     """Every kernel that ``PagedAttention`` can ask for with these dtypes, head dims and block sizes."""
-    names = ("decode_naive", "decode_warp", "decode_split", "prefill_naive")
+    names = ("decode_naive", "decode_warp", "decode_split", "prefill_naive", "prefill_split")
     result = []
     for dtype in dtypes:
         for head_dim in head_dims:
@@ -202,7 +219,8 @@ class PagedAttention:
             max_seqlen_q: the longest chunk, or more. Queries beyond it in a longer one would not be computed.
             scale: > 0.
             out: [T, Hq, D], written if given. Rows at and after ``cu_seqlens_q[-1]`` are left as they are.
-            kernel: the fastest that this GPU has, unless named.
+            kernel: the fastest that this GPU has, unless named. For few queries that is ``split``, which divides the
+                keys among blocks as decode does.
 
         Raises:
             UnsupportedShapeError: nothing was launched.
@@ -239,6 +257,11 @@ class PagedAttention:
             sizes = (q.stride(0), max_blocks, num_seqs, k_cache.shape[2])
             naive = self._kernel("prefill_naive", q.dtype, k_cache)
             return naive.prepare((num_tokens, num_heads), head_dim, scale, *sizes)
+        split = self._split_grid(q, k_cache, block_tables, max_seqlen_q)
+        if kernel is None and split.splits >= (4 if self.has_wgmma(head_dim) else 2):
+            kernel = "split"
+        if kernel == "split":
+            return self._prefill_split(q, k_cache, max_blocks, scale, split)
         tiling = self._tiling(head_dim, num_heads * num_seqs, max_seqlen_q)
         if kernel is None:  # measured: wgmma wins by a quarter unless there is work for tiles of 256 queries
             suits = tiling.queries < 2 * _WGMMA_TILE and max_seqlen_q > _WGMMA_TILE // 2
@@ -285,6 +308,32 @@ class PagedAttention:
         counters = self._arrival_counters()
         sizes = (q.stride(0), max_blocks, num_seqs, num_heads, num_kv_heads)
         prepared = split.prepare(parts, warps * 32, scale, *sizes, shared=shared, overlap=overlap)
+
+        def launch(out: Tensor, *inputs: Tensor) -> None:
+            prepared(out, workspace, partial_lse, counters, *inputs)
+
+        return launch
+
+    def _split_grid(self, q: Tensor, k_cache: Tensor, block_tables: Tensor, max_seqlen_q: int) -> SplitGrid:
+        num_tokens, num_heads, head_dim = q.shape
+        _, block_size, num_kv_heads, _ = k_cache.shape
+        num_seqs, max_blocks = block_tables.shape
+        rows = min(max_seqlen_q, num_tokens) * (num_heads // num_kv_heads)
+        return split_grid(num_kv_heads, num_seqs, rows, max_blocks * block_size, head_dim, self.num_sms)
+
+    def _prefill_split(self, q: Tensor, k_cache: Tensor, max_blocks: int, scale: float, grid: SplitGrid) -> Launch:
+        _, num_heads, head_dim = q.shape
+        if grid.tiles * grid.splits > _MAX_GRID_YZ:
+            raise UnsupportedShapeError(f"{grid.tiles} tiles of queries in one chunk; the grid takes {_MAX_GRID_YZ}")
+        rows = grid.all_tiles * grid.splits * _SPLIT_ROWS if grid.splits > 1 else 0
+        workspace = torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=self._device)
+        partial_lse = workspace[rows * head_dim :]
+        counters = self._arrival_counters()
+        sizes = (q.stride(0), max_blocks, num_heads, grid.splits)
+        dims = (grid.num_kv_heads, grid.num_seqs, grid.tiles * grid.splits)
+        shared = tiled_shape(head_dim, row_tiles=1)[1]
+        kernel = self._kernel("prefill_split", q.dtype, k_cache)
+        prepared = kernel.prepare(dims, _SPLIT_THREADS, scale, *sizes, shared=shared)
 
         def launch(out: Tensor, *inputs: Tensor) -> None:
             prepared(out, workspace, partial_lse, counters, *inputs)
@@ -362,6 +411,18 @@ def split_shape(head_dim: int) -> tuple[int, int]:
 def unit_tokens(head_dim: int) -> int:
     """Tokens in a unit of work of attention_plan.cuh."""
     return 32 if head_dim <= 64 else 16
+
+
+def split_grid(num_kv_heads: int, num_seqs: int, rows: int, most_keys: int, head_dim: int, num_sms: int) -> SplitGrid:
+    """The grid of attention_prefill_split.cu for ``rows`` queries, counted per head that shares a key/value head.
+
+    Two blocks fit an SM, so as many share a tile as make two per SM. More than 1 means that tiles alone would not fill
+    the GPU, and that contexts may be long enough (``most_keys``) to be worth dividing.
+    """
+    tiles = _ceil_div(rows, _SPLIT_ROWS)
+    useful = most_keys // ((64 if head_dim <= 128 else 32) * _MIN_TILES)
+    splits = min(2 * num_sms // (num_kv_heads * num_seqs * tiles), useful, _MAX_SPLITS)
+    return SplitGrid(num_kv_heads, num_seqs, tiles, max(1, splits))
 
 
 def tilings(head_dim: int) -> list[Tiling]:

@@ -21,7 +21,7 @@ from nanopd.ops.attention import PagedAttention
 from nanopd.ops.compiler import KernelLibrary, csrc_dir
 
 DECODE_KERNELS = ("naive", "warp", "split")
-PREFILL_KERNELS = ("naive", "tiled", "wgmma")
+PREFILL_KERNELS = ("naive", "tiled", "split", "wgmma")
 BF16, FP16 = torch.bfloat16, torch.float16
 
 # (dtype, head dim, block size): every head dim in both types, every block size with several head dims.
@@ -354,12 +354,12 @@ PREFILLS = [
 def test_prefill_ragged(
     library: KernelLibrary, kernel: str, dtype: torch.dtype, head_dim: int, block_size: int
 ) -> None:
-    # Few SMs make the tiled kernel choose large query tiles, many make it choose small ones.
+    # Few SMs make the tiled kernel choose large query tiles, many make it choose small ones, and split divide the keys.
     few, many = PagedAttention(library, num_sms=1), PagedAttention(library, num_sms=10**6)
     shape = {"dtype": dtype, "head_dim": head_dim, "block_size": block_size}
     for seed, (q_lens, contexts) in enumerate(PREFILLS):
         problem = make_problem(contexts, q_lens, heads=HEADS[seed], seed=seed, fused=seed % 2 == 1, **shape)
-        for kernels in (few, many) if kernel == "tiled" else (few,):
+        for kernels in (few, many) if kernel in ("tiled", "split") else (few,):
             assert_close(run_prefill(kernels, problem, kernel), problem)
 
 
@@ -401,10 +401,45 @@ def test_prefill_in_chunks_equals_prefill_at_once(kernels: PagedAttention, kerne
         torch.testing.assert_close(out, expected[start:stop], rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize(("dtype", "head_dim", "block_size"), FORMATS)
+def test_prefill_split_for_short_chunks_behind_long_prefixes(
+    kernels: PagedAttention, dtype: torch.dtype, head_dim: int, block_size: int
+) -> None:
+    shape = {"dtype": dtype, "head_dim": head_dim, "block_size": block_size}
+    for seed, heads in enumerate(HEADS):
+        q_lens, contexts = ([20], [4999 + seed]) if seed % 2 else ([3, 1, 37, 1], [2500, 0, 300 + seed, 1])
+        problem = make_problem(contexts, q_lens, heads=heads, seed=seed, fused=seed % 3 == 1, **shape)
+        assert_close(run_prefill(kernels, problem, "split"), problem)
+
+
+def test_prefill_split_for_any_number_of_sms(library: KernelLibrary) -> None:
+    problem = make_problem([3000, 5000], [17, 5], heads=(8, 2))
+    for num_sms in (1, 2, 5, 16, 33, 1000):
+        kernels = PagedAttention(library, num_sms=num_sms)
+        first = run_prefill(kernels, problem, "split")
+        assert_close(first, problem)
+        assert all(torch.equal(first, run_prefill(kernels, problem, "split")) for _ in range(3))
+
+
+def test_prefill_split_with_sharp_scores(kernels: PagedAttention) -> None:
+    problem = make_problem([4000], [20])
+    problem.q.mul_(100)
+    out, (expected, _) = run_prefill(kernels, problem, "split"), reference(problem)
+    assert (out.double() - expected).norm() / expected.norm() < 2e-2
+
+
+def test_prefill_divides_keys_where_queries_do_not_fill_the_gpu(library: KernelLibrary) -> None:
+    for q_len, context, used in ((20, 5000, True), (20, 200, False), (4000, 5000, False)):
+        kernels = PagedAttention(library)
+        problem = make_problem([context], [q_len])
+        assert_close(kernels.prefill(*problem.prefill_arguments), problem)
+        assert any(key[0] == "prefill_split" for key in kernels._kernels) is used
+
+
 def test_prefill_leaves_rows_past_the_last_sequence_alone(kernels: PagedAttention) -> None:
     problem = make_problem([20, 70], [20, 5])
     q = torch.cat([problem.q, problem.q[:9]])
-    for kernel in PREFILL_KERNELS if kernels.has_wgmma(128) else PREFILL_KERNELS[:2]:
+    for kernel in PREFILL_KERNELS if kernels.has_wgmma(128) else PREFILL_KERNELS[:3]:
         out = torch.full_like(q, torch.nan)
         arguments = (problem.k_cache, problem.v_cache, problem.block_tables, problem.cu_seqlens_q)
         # A longest chunk larger than the real one only adds blocks that exit at once.
@@ -495,6 +530,11 @@ def test_host_constants_agree_with_the_sources() -> None:
     assert constant("attention_decode_split.cu", "STAGES") == str(attention._SPLIT_STAGES)
     assert constant("attention_decode_split.cu", "WARPS") == "HEAD_DIM <= 128 ? 4 : 2"
     assert constant("attention_decode_warp.cu", "WARPS") == str(attention._WARP_KERNEL_THREADS // 32)
+    assert constant("attention_prefill_split.cu", "WARPS") == str(attention._SPLIT_THREADS // 32)
+    assert constant("attention_prefill_split.cu", "TILE_ROWS") == "WARPS * 16"
+    assert attention._SPLIT_THREADS // 32 * 16 == attention._SPLIT_ROWS
+    assert constant("attention_prefill_split.cu", "MAX_SPLITS") == str(attention._MAX_SPLITS)
+    assert constant("attention_prefill_split.cu", "MIN_TILES") == str(attention._MIN_TILES)
     assert constant("attention_prefill_wgmma.cu", "THREADS") == str(attention._WGMMA_THREADS)
     assert constant("attention_prefill_wgmma.cu", "TILE_Q") == str(attention._WGMMA_TILE)
     assert constant("attention_prefill_wgmma.cu", "TILE_K") == str(attention._WGMMA_TILE)
