@@ -45,6 +45,20 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 addres
                : "memory");
 }
 
+// Four neighbouring lanes exchange their values: lane t of them gets value t of each.
+__device__ __forceinline__ void transpose_quad(u32 (&x)[4]) {
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (!(i & bit)) {
+        const bool high = threadIdx.x & bit;
+        const u32 received = __shfl_xor_sync(FULL_MASK, high ? x[i] : x[i | bit], bit);
+        if (high) x[i] = received;
+        else x[i | bit] = received;
+      }
+}
+
 // 16 bytes from global to shared memory without passing through registers, so that a thread can have many in flight.
 // Not valid: writes zeros and reads nothing.
 __device__ __forceinline__ void copy16_async(u32 to_shared, const void* from_global, bool valid) {

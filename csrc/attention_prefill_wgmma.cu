@@ -1,220 +1,249 @@
-// Paged prefill attention on Hopper (sm_90a): the tiled kernel with wgmma, the tensor-core instruction of a warpgroup.
+// Paged prefill attention on Hopper (sm_90a): tensor cores that wait neither for copies nor for exponentials.
 //
-// mma.sync reaches about 60 % of what Hopper's tensor cores can do: each warp must first bring both operands into
-// registers. wgmma is issued by four warps together, reads its right operand from shared memory by itself, and runs in the
-// background. The left operand (Q, then the probabilities) and the sums stay in registers, laid out as for mma.sync, so the
-// softmax is that of attention_prefill_tiled.cu.
+// It computes what attention_prefill_tiled.cu does, with the division of labour of FlashAttention-3 (Shah et al. 2024):
 //
-// * One idea: while the tensor cores multiply the probabilities of tile j with V, the other units compute the softmax of
-//   tile j + 1, whose scores were multiplied just before (FlashAttention-3, Shah et al. 2024, within a warpgroup).
-// * K of tile j + 2 and V of tile j + 1 arrive meanwhile by cp.async, gathered row by row through the block table.
-#include "attention_mma.cuh"
+// * Producers: one warp brings K, one V, one Q. For K and V the copy engine is told a box per cache block, which is all
+//   that paging costs. Tiles wait in rings in shared memory; mbarriers tell when one is full and when it is free again.
+// * Consumers: warpgroups of 64 queries each. Scores of tile j + 1 are multiplied, then tile j is multiplied with V in the
+//   background, while the softmax of tile j + 1 is computed.
+// * Turns: a warpgroup sends off its products when the one before it has sent off its own. So they get out of step, and
+//   the tensor cores multiply for one while the other computes exponentials.
+// * As many blocks as SMs, each drawing work until none is left: one head of one tile of queries at a time. Its Q, K and V
+//   are on their way before the results of the one before it are written.
+#include "attention_softmax.cuh"
+#include "attention_work.cuh"
+#include "hopper.cuh"
 
-constexpr int THREADS = 256;                        // two warpgroups of 64 queries
-constexpr int TILE_Q = 128;
-constexpr int TILE_K = 128;
-constexpr int HALVES = HEAD_DIM / 64;               // wgmma's swizzle takes rows of 128 bytes: a tile is cut into halves
-constexpr int HALF_BYTES = TILE_K * 128;            // [128 rows, 64 dims]
-constexpr int TILE_BYTES = HALVES * HALF_BYTES;     // shared memory: Q, K twice, V twice, and 1024 to align them
+constexpr int CONSUMERS = HEAD_DIM <= 64 ? 3 : 2;
+constexpr int TILE_Q = CONSUMERS * 64;
+constexpr int TILE_K = HEAD_DIM <= 128 ? 128 : 64;
+constexpr int STAGES = 2;                           // tiles of K, and of V, in shared memory
+constexpr int SLOTS = HEAD_DIM <= 128 ? 2 : 1;      // tiles of Q
+constexpr int GROUP = 4 * WARP;
+constexpr int THREADS = (CONSUMERS + 1) * GROUP;
+constexpr int COLUMNS = (HEAD_DIM + 63) / 64;       // of 64 dims (column_offset)
+constexpr int Q_COLUMN = 64 * 128, Q_GROUP = COLUMNS * Q_COLUMN, Q_TILE = CONSUMERS * Q_GROUP;  // bytes
+constexpr int KV_COLUMN = TILE_K * 128, KV_TILE = COLUMNS * KV_COLUMN;
+constexpr int BOX_TOKENS = (BLOCK_SIZE | TILE_K) & -(BLOCK_SIZE | TILE_K);  // the largest power of 2 that divides both
+constexpr int BOXES = TILE_K / BOX_TOKENS * COLUMNS;
+static_assert(BOXES <= WARP, "a lane asks for one");
+constexpr int WIDTH = HEAD_DIM < 128 ? HEAD_DIM : 128;  // dims of one product with V
+enum Barrier {
+  WORK_FULL, Q_FULL = SLOTS, Q_EMPTY = 2 * SLOTS,
+  K_FULL = 3 * SLOTS, V_FULL = K_FULL + STAGES, K_EMPTY = V_FULL + STAGES, V_EMPTY = K_EMPTY + STAGES,
+  BARRIERS = V_EMPTY + STAGES
+};
 
-// ---- wgmma ----------------------------------------------------------------------------------------------------------
-
-// Right operand in shared memory, 128-byte rows swizzled as by half_offset; groups of 8 rows are 1024 bytes apart.
-__device__ __forceinline__ u64 descriptor(u32 address) {
-  return (u64)(address >> 4 & 0x3fff) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-}
-
-// C [64 x 64] = (add ? C : 0) + A [64 x 16] B [16 x 64]. `by_rows`: B's rows, not its columns, are contiguous (V).
-#define DEFINE_WGMMA(T, NAME)                                                                                            \
-  template <int by_rows> struct Wgmma##T {                                                                               \
-    static __device__ __forceinline__ void run(float (&c)[32], const u32 (&a)[4], u64 b, int add) {                      \
-      asm volatile(                                                                                                      \
-          "{ .reg .pred p; setp.ne.b32 p, %37, 0;"                                                                       \
-          "wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME                                                    \
-          " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28," \
-          "%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, %38; }"                                                        \
-          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]),              \
-            "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]),        \
-            "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]),      \
-            "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31])       \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(by_rows));                                 \
-    }                                                                                                                    \
-  };
-DEFINE_WGMMA(bf16, "bf16")
-DEFINE_WGMMA(fp16, "f16")
-#define WGMMA_OF(T) WGMMA_JOIN(T)
-#define WGMMA_JOIN(T) Wgmma##T
-
-__device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits until at most PENDING groups run. The compiler must not use `c` earlier than that, nor keep it elsewhere.
-template <int PENDING, int n> __device__ __forceinline__ void wgmma_wait(float (&c)[n][32]) {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-#pragma unroll
-  for (int i = 0; i < n * 32; ++i) asm volatile("" : "+f"(c[i / 32][i % 32])::"memory");
-}
-
-// ---- tiles ----------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 half_offset(int row, int chunk) {  // as tile_offset, for halves of a row
-  return chunk / 8 * HALF_BYTES + row * 128 + ((chunk % 8 ^ row % 8) * 16);
-}
-
-// grid (Hq, S, ceil(max_seqlen_q / TILE_Q)), block THREADS threads. Arguments as for attention_prefill_tiled.
+// grid: any number of blocks, block THREADS threads. out to context_lens as for attention_prefill_tiled, but maps of boxes
+// [BOX_TOKENS, 1, 64] for the caches, seen as [num_blocks * BLOCK_SIZE, Hkv, D]. `counter` is 0 before and after.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_wgmma(
-    scalar* __restrict__ out, const scalar* __restrict__ q, const scalar* __restrict__ k_cache,
-    const scalar* __restrict__ v_cache, const int* __restrict__ block_tables, const int* __restrict__ cu_seqlens_q,
-    const int* __restrict__ context_lens, float scale, int q_stride, int max_blocks, int num_kv_heads) {
+    scalar* __restrict__ out, const scalar* __restrict__ q, const __grid_constant__ TensorMap k_map,
+    const __grid_constant__ TensorMap v_map, const int* __restrict__ block_tables, const int* __restrict__ cu_seqlens_q,
+    const int* __restrict__ context_lens, int* counter, float scale, int q_stride, int max_blocks, int num_heads,
+    int num_kv_heads, int num_seqs) {
   extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ int cache_rows[4][TILE_K];  // where the tokens of the next tiles are; -1 past the end
-  const u32 q_tile = (shared_address(shared) + 1023) / 1024 * 1024, k_ring = q_tile + TILE_BYTES;
-  const u32 v_ring = k_ring + 2 * TILE_BYTES;
-  const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+  __shared__ u64 barriers[BARRIERS];
+  __shared__ Work<TILE_Q, TILE_K> works[SLOTS];
+  const u32 q_ring = (shared_address(shared) + 1023) / 1024 * 1024, k_ring = q_ring + SLOTS * Q_TILE;
+  const u32 v_ring = k_ring + STAGES * KV_TILE;
+  const int warp = __shfl_sync(FULL_MASK, (int)threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
+  const int group = warp / 4 - 1;  // of consumers; -1: producers
+  const auto barrier = [&](int index) { return shared_address(barriers) + index * 8; };
 
-  const int head = blockIdx.x, num_heads = gridDim.x, seq = blockIdx.y;
-  const int kv_head = head / (num_heads / num_kv_heads);
-  const int q_start = __ldg(cu_seqlens_q + seq), q_len = __ldg(cu_seqlens_q + seq + 1) - q_start;
-  const int first_query = (gridDim.z - 1 - blockIdx.z) * TILE_Q;  // long blocks first
-  if (first_query >= q_len) return;
-  const int context_len = __ldg(context_lens + seq);
-  const int* block_table = block_tables + (i64)seq * max_blocks;
-  const int first_position = context_len - q_len + first_query;
-  const int num_keys = max(0, min(context_len, first_position + TILE_Q));
-  const int num_tiles = (num_keys + TILE_K - 1) / TILE_K;
-
-  const auto find_rows = [&](int tile) {
-    const int token = tile * TILE_K + threadIdx.x;
-    if (threadIdx.x < TILE_K) cache_rows[tile % 4][threadIdx.x] = token < num_keys ? cache_row(block_table, token) : -1;
-  };
-  const auto fetch = [&](u32 ring, const scalar* cache, int tile) {
-    if (tile >= num_tiles) return;
-#pragma unroll
-    for (int i = 0; i < TILE_K * ROW_CHUNKS / THREADS; ++i) {
-      const int token = (i * THREADS + threadIdx.x) / ROW_CHUNKS, chunk = (i * THREADS + threadIdx.x) % ROW_CHUNKS;
-      const int row = cache_rows[tile % 4][token];
-      const i64 at = row < 0 ? 0 : ((i64)row * num_kv_heads + kv_head) * HEAD_DIM + chunk * 8;
-      copy16_async(ring + tile % 2 * TILE_BYTES + half_offset(token, chunk), cache + at, row >= 0);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < BARRIERS; ++i) {
+      const bool of_threads = i >= Q_FULL && i < Q_EMPTY, of_consumers = i >= K_EMPTY || (i >= Q_EMPTY && i < K_FULL);
+      mbarrier_init(barrier(i), of_threads ? WARP : of_consumers ? CONSUMERS * 4 + (i < K_FULL ? 2 : 0) : 1);
     }
-  };
-  const auto arrived = [&]() {  // all copies of all threads, visible to wgmma
-    copy_commit();
-    copy_wait<0>();
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();
-  };
-
-#pragma unroll
-  for (int i = 0; i < TILE_Q * ROW_CHUNKS / THREADS; ++i) {
-    const int row = (i * THREADS + threadIdx.x) / ROW_CHUNKS, chunk = (i * THREADS + threadIdx.x) % ROW_CHUNKS;
-    const bool valid = first_query + row < q_len;
-    const i64 at = valid ? (i64)(q_start + first_query + row) * q_stride + head * HEAD_DIM + chunk * 8 : 0;
-    copy16_async(q_tile + half_offset(row, chunk), q + at, valid);
+    mbarriers_ready();
   }
-  for (int tile = 0; tile < 3; ++tile) find_rows(tile);
   __syncthreads();
-  fetch(k_ring, k_cache, 0);
-  arrived();
-  fetch(k_ring, k_cache, 1);
-  fetch(v_ring, v_cache, 0);
+  const auto next_work = [&](int kind, u32 turn) {
+    mbarrier_wait(barrier(kind + turn % SLOTS), turn / SLOTS & 1);
+    const auto work = works[turn % SLOTS];
+    __syncwarp();
+    return work;
+  };
 
-  const int warp_row = warp * 16, warp_position = first_position + warp_row;
-  u32 q_frag[HEAD_DIM / 16][4], p_frag[TILE_K / 16][4];
-#pragma unroll
-  for (int k = 0; k < HEAD_DIM / 16; ++k)
-    load_matrices(q_frag[k], q_tile + half_offset(warp_row + lane % 16, 2 * k + lane / 16));
-  float scores[TILE_K / 64][32], acc[HALVES][32] = {};  // a lane has rows g and g + 8 of its warp's 16
-  float largest[2] = {NEG_INF, NEG_INF}, total[2] = {}, keep[2];
-  const float scale_log2 = scale * LOG2_E;
-
-  const auto multiply_keys = [&](int tile) {  // scores = Q K^T, in the background
-    wgmma_begin();
-#pragma unroll
-    for (int n = 0; n < TILE_K / 64; ++n)
-#pragma unroll
-      for (int k = 0; k < HEAD_DIM / 16; ++k) {
-        const u32 keys = k_ring + tile % 2 * TILE_BYTES + k / 4 * HALF_BYTES + n * 64 * 128 + k % 4 * 32;
-        WGMMA_OF(SCALAR)<0>::run(scores[n], q_frag[k], descriptor(keys), k > 0);
+  if (group < 0) {
+    give_registers<CONSUMERS == 2 ? 40 : 32>();
+    if (warp == 2) {  // draws work and brings Q
+      int item = blockIdx.x, num_items;
+      for (u32 turn = 0;; ++turn) {
+        const auto w = find_work<TILE_Q, TILE_K>(cu_seqlens_q, context_lens, num_seqs, num_heads, item, num_items);
+        const u32 slot = turn % SLOTS;
+        mbarrier_wait(barrier(Q_EMPTY + slot), turn / SLOTS & 1 ^ 1);
+        if (lane == 0) {
+          works[slot] = w;
+          mbarrier_arrive(barrier(WORK_FULL + slot));
+        }
+#pragma unroll 4
+        for (int i = lane; i < TILE_Q * ROW_CHUNKS && w.head >= 0; i += WARP) {
+          const int row = i / ROW_CHUNKS, chunk = i % ROW_CHUNKS;
+          const bool valid = w.first_query + row < w.q_len;
+          const i64 at = valid ? (i64)(w.q_start + w.first_query + row) * q_stride + w.head * HEAD_DIM + chunk * 8 : 0;
+          copy16_async(q_ring + slot * Q_TILE + row / 64 * Q_GROUP + column_offset(row % 64, chunk, Q_COLUMN), q + at,
+                       valid);
+        }
+        copy_commit();
+        copy_wait<0>();
+        publish_shared();
+        mbarrier_arrive(barrier(Q_FULL + slot));
+        if (w.head < 0) break;
+        if (lane == 0) item = gridDim.x + atomicAdd(counter, 1);
+        item = __shfl_sync(FULL_MASK, item, 0);
       }
-    wgmma_commit();
-  };
-  const auto multiply_values = [&](int tile) {  // acc += P V, in the background
-    wgmma_begin();
-#pragma unroll
-    for (int n = 0; n < HALVES; ++n)
-#pragma unroll
-      for (int k = 0; k < TILE_K / 16; ++k)
-        WGMMA_OF(SCALAR)<1>::run(acc[n], p_frag[k],
-                                 descriptor(v_ring + tile % 2 * TILE_BYTES + n * HALF_BYTES + k * 16 * 128), 1);
-    wgmma_commit();
-  };
-  const auto softmax = [&](int tile) {  // scores become probabilities; `keep` is for what was summed before
-    if (tile * TILE_K + TILE_K - 1 > warp_position) {
-#pragma unroll
-      for (int i = 0; i < TILE_K / 2; ++i) {
-        const int key = tile * TILE_K + i / 4 * 8 + 2 * t + i % 2;
-        if (key > warp_position + g + i % 4 / 2 * 8) scores[i / 32][i % 32] = NEG_INF;
+      if (lane == 0 && item == gridDim.x + num_items - 1) *counter = 0;  // nobody draws after this
+    } else if (warp < 2) {  // brings K, or V
+      const TensorMap& map = warp == 0 ? k_map : v_map;
+      const u32 ring = warp == 0 ? k_ring : v_ring;
+      const u32 full = barrier(warp == 0 ? K_FULL : V_FULL), empty = barrier(warp == 0 ? K_EMPTY : V_EMPTY);
+      const int column = lane % COLUMNS, box_token = lane / COLUMNS * BOX_TOKENS;
+      prefetch_map(map);
+      u32 step = 0;  // tiles brought so far
+      for (u32 turn = 0;; ++turn) {
+        const auto w = next_work(WORK_FULL, turn);
+        if (lane == 0) mbarrier_arrive(barrier(Q_EMPTY + turn % SLOTS));
+        if (w.head < 0) break;
+        const int kv_head = w.head / (num_heads / num_kv_heads), num_keys = w.num_keys(), num_tiles = w.num_tiles();
+        const auto find_row = [&](int tile) {
+          const int token = tile * TILE_K + box_token;
+          return lane < BOXES && token < num_keys ? cache_row(block_tables + (i64)w.seq * max_blocks, token)
+                                                  : -TILE_K;  // outside of the cache: zeros
+        };
+        int next_row = find_row(0);
+        for (int tile = 0; tile < num_tiles; ++tile, ++step) {
+          const u32 stage = step % STAGES;
+          const int row = next_row;
+          next_row = find_row(tile + 1);
+          mbarrier_wait(empty + stage * 8, step / STAGES & 1 ^ 1);
+          if (lane == 0) mbarrier_arrive_expecting(full + stage * 8, KV_TILE);
+          __syncwarp();
+          const u32 to = ring + stage * KV_TILE + column * KV_COLUMN + box_token * 128;
+          if (lane < BOXES) copy_box(to, map, full + stage * 8, column * 64, kv_head, row);
+        }
       }
     }
+    return;
+  }
+
+  take_registers<CONSUMERS == 2 ? 232 : 160>();
+  const int g = lane / 4, t = lane % 4, warp_row = group * 64 + warp % 4 * 16;
+  const float scale_log2 = scale * LOG2_E;
+  const auto wait_full = [&](int kind, u32 step) { mbarrier_wait(barrier(kind + step % STAGES), step / STAGES & 1); };
+  const auto release = [&](int index) {
+    if (lane == 0) mbarrier_arrive(barrier(index));
+  };
+  const auto pass_turn = [&]() { named_arrive(1 + CONSUMERS + (group + 1) % CONSUMERS, 2 * GROUP); };
+  if (group == CONSUMERS - 1) pass_turn();
+
+  u32 step = 0;  // tiles used so far
+  for (u32 turn = 0;; ++turn) {
+    const auto w = next_work(Q_FULL, turn);
+    if (w.head < 0) break;
+    const int num_tiles = w.num_tiles(), warp_position = w.first_position() + warp_row;
+    const u32 q_tile = q_ring + turn % SLOTS * Q_TILE + group * Q_GROUP;
+    float scores[TILE_K / 2], acc[HEAD_DIM / WIDTH][WIDTH / 2] = {};
+    u32 p_frag[TILE_K / 16][4];
+    OnlineSoftmax<TILE_K / 2> softmax;
+
+    const auto multiply_keys = [&](u32 step) {  // scores = Q K^T, in the background
+      const u64 queries = descriptor(q_tile), keys = descriptor(k_ring + step % STAGES * KV_TILE);
+      wgmma_begin();
+#pragma unroll
+      for (int k = 0; k < HEAD_DIM / 16; ++k)
+        Wgmma<TILE_K, 0>::run(scores, advance(queries, k / 4 * Q_COLUMN + k % 4 * 32),
+                              advance(keys, k / 4 * KV_COLUMN + k % 4 * 32), k > 0);
+      wgmma_commit();
+    };
+    const auto multiply_values = [&](u32 step) {  // acc += P V, in the background
+      const u64 values = descriptor(v_ring + step % STAGES * KV_TILE, KV_COLUMN);
+      wgmma_begin();
+#pragma unroll
+      for (int n = 0; n < HEAD_DIM / WIDTH; ++n)
+#pragma unroll
+        for (int k = 0; k < TILE_K / 16; ++k)
+          Wgmma<WIDTH, 1>::run(acc[n], p_frag[k], advance(values, n * WIDTH / 64 * KV_COLUMN + k * 16 * 128), 1);
+      wgmma_commit();
+    };
+    const auto values_ready = [&]() {
+      wgmma_wait<0>();
+#pragma unroll
+      for (int n = 0; n < HEAD_DIM / WIDTH; ++n) settle(acc[n]);
+    };
+    const auto compute_softmax = [&](int tile) {  // scores become probabilities
+      if (tile * TILE_K + TILE_K - 1 > warp_position)
+        mask_scores(scores, warp_position + g - tile * TILE_K - 2 * t);
+      softmax.update(scores, scale_log2);
+      settle(scores);
+      settle(softmax.total);
+    };
+    const auto pack = [&]() {  // C of the first product is A of the second
+#pragma unroll
+      for (int i = 0; i < TILE_K / 4; ++i) p_frag[i / 4][i % 4] = pack2<scalar>(scores[2 * i], scores[2 * i + 1]);
+    };
+
+    if (num_tiles > 0) {
+      wait_full(K_FULL, step);
+      multiply_keys(step);
+      wgmma_wait<0>();
+      settle(scores);
+      release(K_EMPTY + step % STAGES);
+      compute_softmax(0);
+      wait_full(V_FULL, step);
+      pack();
+      for (int tile = 1; tile < num_tiles; ++tile, ++step) {
+        wait_full(K_FULL, step + 1);
+        named_sync(1 + CONSUMERS + group, 2 * GROUP);  // its turn
+        multiply_keys(step + 1);
+        multiply_values(step);
+        pass_turn();
+        wgmma_wait<1>();
+        settle(scores);
+        release(K_EMPTY + (step + 1) % STAGES);
+        compute_softmax(tile);        // while multiply_values runs
+        wait_full(V_FULL, step + 1);  // for the next turn; here, it also keeps ptxas from moving the softmax down
+        values_ready();
+        release(V_EMPTY + step % STAGES);
+        if (softmax.outgrown) {
+#pragma unroll
+          for (int i = 0; i < HEAD_DIM / 2; ++i) acc[i / (WIDTH / 2)][i % (WIDTH / 2)] *= softmax.keep[i % 4 / 2];
+        }
+        pack();
+      }
+    }
+    release(Q_EMPTY + turn % SLOTS);
+    if (num_tiles > 0) {
+      // The copy engine brought whole blocks. Past the context they may hold anything, also NaN, and 0 * NaN is NaN.
+      const int stale = min(TILE_K, w.context_len - (num_tiles - 1) * TILE_K), stop = (stale / BOX_TOKENS + 1) * BOX_TOKENS;
+      if (stale % BOX_TOKENS) {
+        for (int i = stale * 8 + threadIdx.x % GROUP; i < stop * 8; i += GROUP)
+          for (int column = 0; column < COLUMNS; ++column)
+            clear16_shared(v_ring + step % STAGES * KV_TILE + column * KV_COLUMN + i * 16);
+        publish_shared();
+        named_sync(1 + group, GROUP);
+      }
+      multiply_values(step);
+      values_ready();
+      release(V_EMPTY + step % STAGES);
+      ++step;
+    }
+
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float new_largest = largest[r];
+      const int query = w.first_query + warp_row + g + r * 8;
+      const float sum = warp_sum<4>(softmax.total[r]), inverse = sum > 0.f ? 1.f / sum : 0.f;  // no context: zeros
+      scalar* row = out + ((i64)(w.q_start + query) * num_heads + w.head) * HEAD_DIM;
 #pragma unroll
-      for (int i = 0; i < TILE_K / 4; ++i)
-        new_largest = fmaxf(new_largest, scores[i / 16][i % 16 / 2 * 4 + 2 * r + i % 2]);
-      new_largest = warp_max<4>(new_largest);  // finite: every query sees key 0, which is in the first tile
-      const float offset = new_largest * scale_log2;
-      keep[r] = exp2_fast(largest[r] * scale_log2 - offset);
-      largest[r] = new_largest;
-      total[r] *= keep[r];
+      for (int n = 0; n < HEAD_DIM / 8; n += 4) {
+        u32 x[4];  // this lane's part of chunks n to n + 3; transposed, all parts of chunk n + t
 #pragma unroll
-      for (int i = 0; i < TILE_K / 4; ++i) {
-        float& s = scores[i / 16][i % 16 / 2 * 4 + 2 * r + i % 2];
-        s = exp2_fast(s * scale_log2 - offset);
-        total[r] += s;
-      }
-    }
-  };
-  const auto pack = [&]() {  // C of the first product is A of the second
-#pragma unroll
-    for (int i = 0; i < TILE_K / 4; ++i)
-      p_frag[i / 4][i % 4] = pack2<scalar>(scores[i / 16][i % 16 * 2], scores[i / 16][i % 16 * 2 + 1]);
-  };
-
-  if (num_tiles > 0) {
-    multiply_keys(0);
-    wgmma_wait<0>(scores);
-    softmax(0);
-    pack();
-    for (int tile = 0; tile < num_tiles - 1; ++tile) {
-      arrived();  // K of the next tile and V of this one; and all are done with what is refilled now
-      multiply_keys(tile + 1);
-      multiply_values(tile);
-      fetch(k_ring, k_cache, tile + 2);
-      fetch(v_ring, v_cache, tile + 1);
-      find_rows(tile + 3);
-      wgmma_wait<1>(scores);
-      softmax(tile + 1);  // while multiply_values runs
-      wgmma_wait<0>(acc);
-#pragma unroll
-      for (int i = 0; i < HALVES * 32; ++i) acc[i / 32][i % 32] *= keep[i % 4 / 2];
-      wgmma_wait<0>(scores);
-      pack();
-    }
-    arrived();
-    multiply_values(num_tiles - 1);
-    wgmma_wait<0>(acc);
-  }
-
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int query = first_query + warp_row + g + r * 8;
-    const float sum = warp_sum<4>(total[r]), inverse = sum > 0.f ? 1.f / sum : 0.f;  // no context: zeros
-    scalar* row = out + ((i64)(q_start + query) * num_heads + head) * HEAD_DIM + 2 * t;
-    if (query < q_len) {
-#pragma unroll
-      for (int n = 0; n < HEAD_DIM / 8; ++n) {
-        const float* sums = acc[n / 8] + n % 8 * 4 + 2 * r;
-        *(u32*)(row + n * 8) = pack2<scalar>(sums[0] * inverse, sums[1] * inverse);
+        for (int i = 0; i < 4; ++i) {
+          const float* sums = acc[(n + i) / (WIDTH / 8)] + (n + i) % (WIDTH / 8) * 4 + 2 * r;
+          x[i] = pack2<scalar>(sums[0] * inverse, sums[1] * inverse);
+        }
+        transpose_quad(x);
+        if (query < w.q_len) store16(row + (n + t) * 8, make_uint4(x[0], x[1], x[2], x[3]));
       }
     }
   }

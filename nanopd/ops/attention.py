@@ -18,11 +18,12 @@ from nanopd.errors import UnsupportedShapeError
 from nanopd.ops import checks
 from nanopd.ops.compiler import Kernel, KernelLibrary
 from nanopd.ops.launch import Launch, no_launch
+from nanopd.ops.tensor_map import CacheMaps, has_tensor_maps
 
 SCALAR_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 96, 128, 256)
 WGMMA_ARCH = "sm_90a"  # Hopper; its instructions exist in no other architecture
-WGMMA_HEAD_DIMS = (64, 128)
+WGMMA_HEAD_DIMS = HEAD_DIMS
 
 DecodeKernel = Literal["naive", "warp", "split"]
 PrefillKernel = Literal["naive", "tiled", "split", "wgmma"]
@@ -36,8 +37,7 @@ _SPLIT_THREADS = 128  # attention_prefill_split.cu
 _SPLIT_ROWS = 64  # attention_prefill_split.cu: rows of a tile, each a query of one head
 _MAX_SPLITS = 32  # attention_prefill_split.cu: blocks that share a tile
 _MIN_TILES = 4  # attention_prefill_split.cu: tiles of keys in the smallest share
-_WGMMA_THREADS = 256  # attention_prefill_wgmma.cu
-_WGMMA_TILE = 128  # attention_prefill_wgmma.cu: queries per block, and keys per tile
+_WGMMA_STAGES = 2  # attention_prefill_wgmma.cu: tiles of K, and of V, in shared memory
 
 _MAX_GRID_YZ = 65535  # the hardware's limit for the second and third grid dimension
 _REGISTERS_PER_SM = 65536  # on every architecture from sm_80 on
@@ -131,6 +131,7 @@ class PagedAttention:
         self._ready_counters = list(torch.zeros(size, dtype=torch.int32, device=library.device))
         torch.cuda.current_stream(library.device).synchronize()  # other streams will use them
         self._counters: dict[int, Tensor] = {}  # by stream
+        self._cache_maps = CacheMaps(self._device.index)
 
     def decode(
         self,
@@ -263,28 +264,47 @@ class PagedAttention:
         if kernel == "split":
             return self._prefill_split(q, k_cache, max_blocks, scale, split)
         tiling = self._tiling(head_dim, num_heads * num_seqs, max_seqlen_q)
-        if kernel is None:  # measured: wgmma wins by a quarter unless there is work for tiles of 256 queries
-            suits = tiling.queries < 2 * _WGMMA_TILE and max_seqlen_q > _WGMMA_TILE // 2
-            kernel = "wgmma" if self.has_wgmma(head_dim) and suits else "tiled"
+        if kernel is None:  # measured: with few queries or little to see, starting wgmma takes longer than it gains
+            suits = max_seqlen_q > 64 and max_blocks * k_cache.shape[1] * head_dim >= 2**16
+            kernel = "wgmma" if suits and self.has_wgmma(head_dim) else "tiled"
         if kernel == "wgmma":
-            if not self.has_wgmma(head_dim):
-                limits = f"{WGMMA_ARCH} and head dimensions {WGMMA_HEAD_DIMS}"
-                raise UnsupportedShapeError(f"wgmma: {limits}; this is {self._library.arch} and {head_dim}")
-            threads, tile_q, shared = _WGMMA_THREADS, _WGMMA_TILE, 5 * _WGMMA_TILE * head_dim * 2 + 1024
-            chosen = self._kernel("prefill_wgmma", q.dtype, k_cache, arch=WGMMA_ARCH)
-        else:
-            threads, (tile_q, shared) = tiling.WARPS * 32, tiled_shape(head_dim, *tiling)
-            chosen = self._kernel("prefill_tiled", q.dtype, k_cache, tiling)
+            return self._prefill_wgmma(q, k_cache, num_seqs, max_blocks, max_seqlen_q, scale)
+        tile_q, shared = tiled_shape(head_dim, *tiling)
+        tiled = self._kernel("prefill_tiled", q.dtype, k_cache, tiling)
         grid = (num_heads, num_seqs, min(_ceil_div(max_seqlen_q, tile_q), _ceil_div(num_tokens, tile_q)))
         if grid[2] > _MAX_GRID_YZ:
             raise UnsupportedShapeError(
                 f"a chunk of {max_seqlen_q} tokens; at most {_MAX_GRID_YZ * tile_q} are possible"
             )
-        return chosen.prepare(grid, threads, scale, q.stride(0), max_blocks, k_cache.shape[2], shared=shared)
+        return tiled.prepare(grid, tiling.WARPS * 32, scale, q.stride(0), max_blocks, k_cache.shape[2], shared=shared)
+
+    def _prefill_wgmma(
+        self, q: Tensor, k_cache: Tensor, num_seqs: int, max_blocks: int, max_seqlen_q: int, scale: float
+    ) -> Launch:
+        num_tokens, num_heads, head_dim = q.shape
+        if not self.has_wgmma(head_dim):
+            limits = f"{WGMMA_ARCH}, head dimensions {WGMMA_HEAD_DIMS}, and a cuda-core that has tensor maps"
+            raise UnsupportedShapeError(f"wgmma: {limits}; this is {self._library.arch} and {head_dim}")
+        shape = wgmma_shape(head_dim)
+        tiles = num_seqs + num_tokens // shape.queries  # at most
+        tiles = min(tiles, num_seqs * _ceil_div(max_seqlen_q, shape.queries))
+        if tiles * num_heads > 2**31 - 2**16:
+            raise UnsupportedShapeError(f"{tiles} tiles of queries, {num_heads} heads; they are counted in 32 bits")
+        kernel = self._kernel("prefill_wgmma", q.dtype, k_cache, arch=WGMMA_ARCH)
+        sizes = (q.stride(0), max_blocks, num_heads, k_cache.shape[2], num_seqs)
+        blocks = min(tiles * num_heads, self.num_sms)
+        prepared = kernel.prepare(blocks, shape.threads, scale, *sizes, shared=shape.shared_bytes)
+        counters, maps = self._arrival_counters(), self._cache_maps
+        box_tokens = math.gcd(k_cache.shape[1], shape.keys)
+
+        def launch(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, *indices: Tensor) -> None:
+            prepared(out, q, *maps.get(k_cache, v_cache, box_tokens), *indices, counters)
+
+        return launch
 
     def has_wgmma(self, head_dim: int) -> bool:
         """Whether ``kernel="wgmma"`` can be asked for."""
-        return f"{self._library.arch}a" == WGMMA_ARCH and head_dim in WGMMA_HEAD_DIMS
+        return f"{self._library.arch}a" == WGMMA_ARCH and head_dim in WGMMA_HEAD_DIMS and has_tensor_maps()
 
     def _decode_split(self, q: Tensor, k_cache: Tensor, block_tables: Tensor, scale: float, overlap: bool) -> Launch:
         num_seqs, num_heads, head_dim = q.shape
@@ -437,6 +457,24 @@ def tiled_shape(head_dim: int, row_tiles: int, warps: int = 4, load_k: int | Non
     queries = warps * row_tiles * 16
     load_k = load_k or (64 if head_dim <= 128 else 32)
     return queries, (queries + 2 * 2 * load_k) * head_dim * 2
+
+
+class WgmmaShape(NamedTuple):
+    """Sizes of attention_prefill_wgmma.cu."""
+
+    queries: int  # per block
+    keys: int  # per tile
+    threads: int
+    shared_bytes: int  # dynamic
+
+
+def wgmma_shape(head_dim: int) -> WgmmaShape:
+    """Those for a head dimension."""
+    queries, keys, slots = 192 if head_dim <= 64 else 128, 128, 2
+    if head_dim > 128:
+        keys, slots = 64, 1
+    rows = slots * queries + 2 * _WGMMA_STAGES * keys
+    return WgmmaShape(queries, keys, 2 * queries + 128, rows * _ceil_div(head_dim, 64) * 128 + 1024)
 
 
 def _defines(dtype: torch.dtype, head_dim: int, block_size: int) -> dict[str, object]:

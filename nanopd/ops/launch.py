@@ -19,7 +19,7 @@ from nanopd.errors import CudaUnavailableError, KernelLaunchError, UnsupportedSh
 
 Dim = int | tuple[int, ...]
 
-# A launch on the tensors that are passed; None is a null pointer. Nothing about them is checked.
+# A launch on the tensors that are passed; None is a null pointer, a tensor map is passed on. Nothing is checked.
 Launch = Callable[..., None]
 
 # What a kernel gets without further attributes, static shared memory included. More must be requested per kernel.
@@ -54,7 +54,7 @@ class Kernel:
       copies as many as the parameter is wide, so the conversion that would tell them apart is not needed.
     * float: ``float``. Use ``np.float64(x)`` for a ``double`` parameter.
     * None: a null pointer.
-    * numpy and ctypes scalars: as they are.
+    * numpy and ctypes scalars, tensor maps: as they are.
 
     Launches are asynchronous. A launch that the driver refuses raises ``KernelLaunchError``.
     """
@@ -134,8 +134,8 @@ class Kernel:
         config, stream = self._config(grid, block, shared, overlap), self._stream(self._raw_stream(self._index))
         enqueue, constants = self._enqueue, [self._convert(scalar) for scalar in scalars]
 
-        def launch(*tensors: Tensor | None) -> None:
-            enqueue(stream, config, [0 if x is None else x.data_ptr() for x in tensors] + constants)
+        def launch(*tensors: Any) -> None:
+            enqueue(stream, config, [x.data_ptr() if isinstance(x, Tensor) else x or 0 for x in tensors] + constants)
 
         return launch
 

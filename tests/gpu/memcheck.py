@@ -45,7 +45,7 @@ def exercise(ops: CudaOps, dtype: torch.dtype, hq: int, hkv: int, d: int, block_
     rows = q[: len(contexts)]
     for kernel in ("naive", "warp", "split"):
         attention.decode(rows, k_cache, v_cache, block_tables, context_lens, 0.1, kernel=kernel)
-    for kernel in ("naive", "tiled"):
+    for kernel in ("naive", "tiled", "wgmma") if attention.has_wgmma(d) else ("naive", "tiled"):
         attention.prefill(q, k_cache, v_cache, block_tables, starts, context_lens, max(chunks), 0.1, kernel=kernel)
 
     ids = torch.randperm(used, device="cuda")

@@ -171,7 +171,7 @@ def run_decode(kernels: PagedAttention, problem: Problem, kernel: str) -> Tensor
 
 def run_prefill(kernels: PagedAttention, problem: Problem, kernel: str) -> Tensor:
     if kernel == "wgmma" and not kernels.has_wgmma(problem.q.shape[2]):
-        pytest.skip("needs a Hopper GPU, and head dim 64 or 128")
+        pytest.skip("needs a Hopper GPU")
     out = torch.full(problem.q.shape, torch.nan, dtype=problem.q.dtype, device=problem.q.device)
     result = kernels.prefill(*problem.prefill_arguments, out=out, kernel=kernel)
     assert result is out
@@ -436,6 +436,37 @@ def test_prefill_divides_keys_where_queries_do_not_fill_the_gpu(library: KernelL
         assert any(key[0] == "prefill_split" for key in kernels._kernels) is used
 
 
+@pytest.mark.parametrize("kernel", PREFILL_KERNELS[1:])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_prefill_many_sequences_again_and_again(kernels: PagedAttention, head_dim: int, kernel: str) -> None:
+    """More sequences than lanes in a warp, some without context; and each launch leaves its counter as it was."""
+    contexts = ragged(70, 300, 5)
+    q_lens = [max(1, context // 2) for context in contexts]
+    problem = make_problem(contexts, q_lens, heads=(8, 2), head_dim=head_dim)
+    for _ in range(3):
+        assert_close(run_prefill(kernels, problem, kernel), problem)
+
+
+@pytest.mark.parametrize("num_sms", [1, 3, 1000])
+def test_prefill_wgmma_on_any_number_of_blocks(library: KernelLibrary, num_sms: int) -> None:
+    kernels = PagedAttention(library, num_sms=num_sms)
+    problem = make_problem([700, 0, 130], [500, 1, 130], heads=(4, 2))
+    assert_close(run_prefill(kernels, problem, "wgmma"), problem)
+
+
+def test_prefill_wgmma_launches_on_other_caches(kernels: PagedAttention) -> None:
+    """A prepared launch takes tensors that are alike, such as another layer's caches."""
+    first, second = (make_problem([300, 33], [200, 33], seed=seed) for seed in range(2))
+    if not kernels.has_wgmma(128):
+        pytest.skip("needs a Hopper GPU")
+    arguments = first.prefill_arguments
+    launch = kernels.prepare_prefill(torch.empty_like(first.q), *arguments, kernel="wgmma")
+    for problem in (first, second, first):
+        out = torch.full_like(problem.q, torch.nan)
+        launch(out, *problem.prefill_arguments[:6])
+        assert_close(out, problem)
+
+
 def test_prefill_leaves_rows_past_the_last_sequence_alone(kernels: PagedAttention) -> None:
     problem = make_problem([20, 70], [20, 5])
     q = torch.cat([problem.q, problem.q[:9]])
@@ -535,9 +566,18 @@ def test_host_constants_agree_with_the_sources() -> None:
     assert attention._SPLIT_THREADS // 32 * 16 == attention._SPLIT_ROWS
     assert constant("attention_prefill_split.cu", "MAX_SPLITS") == str(attention._MAX_SPLITS)
     assert constant("attention_prefill_split.cu", "MIN_TILES") == str(attention._MIN_TILES)
-    assert constant("attention_prefill_wgmma.cu", "THREADS") == str(attention._WGMMA_THREADS)
-    assert constant("attention_prefill_wgmma.cu", "TILE_Q") == str(attention._WGMMA_TILE)
-    assert constant("attention_prefill_wgmma.cu", "TILE_K") == str(attention._WGMMA_TILE)
+    wgmma = "attention_prefill_wgmma.cu"
+    assert constant(wgmma, "CONSUMERS") == "HEAD_DIM <= 64 ? 3 : 2"
+    assert constant(wgmma, "TILE_Q") == "CONSUMERS * 64"
+    assert constant(wgmma, "THREADS") == "(CONSUMERS + 1) * GROUP"
+    assert constant(wgmma, "TILE_K") == "HEAD_DIM <= 128 ? 128 : 64"
+    assert constant(wgmma, "SLOTS") == "HEAD_DIM <= 128 ? 2 : 1"
+    assert constant(wgmma, "STAGES") == str(attention._WGMMA_STAGES)
+    for head_dim in attention.WGMMA_HEAD_DIMS:
+        groups = 3 if head_dim <= 64 else 2
+        shape = attention.wgmma_shape(head_dim)
+        assert (shape.queries, shape.threads) == (groups * 64, (groups + 1) * 128)
+        assert shape.keys == (128 if head_dim <= 128 else 64)
 
 
 def test_shared_memory_fits_the_smallest_gpus() -> None:
@@ -546,3 +586,5 @@ def test_shared_memory_fits_the_smallest_gpus() -> None:
         assert attention.split_shape(head_dim)[1] + 512 <= limit
         for tiling in attention.tilings(head_dim)[:2]:
             assert attention.tiled_shape(head_dim, *tiling)[1] + 512 <= limit
+    for head_dim in attention.WGMMA_HEAD_DIMS:
+        assert attention.wgmma_shape(head_dim).shared_bytes + 1024 <= 227 * 1024  # sm_90
