@@ -3,7 +3,9 @@
 // Normalises each query and key head (Qwen3; NORM = 0 leaves that out), rotates it to its position, and puts keys and
 // values into their slots of the cache. Four kernels would do the same and move the heads through memory three times.
 // A group of GROUP lanes holds one head: each lane 8 elements of its first half and the 8 that they pair up with in the
-// second half (the pairing of GPT-NeoX and Llama). Nothing is rounded between norm and rotation.
+// second half (the pairing of GPT-NeoX and Llama). Nothing is rounded between norm and rotation. All but the heads
+// themselves is loaded before the kernel waits for the projection: position, then angles is a chain of two trips to
+// memory, and at one token the trips are all that this kernel costs.
 //
 // Defines: SCALAR; HEAD_DIM; GROUP = lanes per head, the power of two that holds HEAD_DIM / 16; NORM = 0 or 1.
 #include "common.cuh"
@@ -25,7 +27,6 @@ norm_rope_store(SCALAR* q,                           // [T, q_heads, HEAD_DIM], 
                 const i64* slots,                    // [T], -1 for padding
                 int num_tokens, int q_heads, int kv_heads, i64 q_stride, i64 k_stride, i64 v_stride, float eps) {
   let_next_start();
-  wait_for_previous();
   const u32 index = blockIdx.x * THREADS + threadIdx.x;
   const u32 lane = index % GROUP;
   const u32 head = index / GROUP % (q_heads + 2 * kv_heads);  // queries, then keys, then values
@@ -34,11 +35,30 @@ norm_rope_store(SCALAR* q,                           // [T, q_heads, HEAD_DIM], 
   const bool is_query = head < q_heads, is_value = head >= q_heads + kv_heads;
   const u32 kv_head = (head - q_heads) % kv_heads;
 
+  // Written before the projection was launched (see the op's contract), so there is nothing to wait for.
+  const i64 slot = active && !is_query ? slots[token] : 0;
+  float cosine[8] = {}, sine[8] = {};
+  if (active && !is_value) {
+    const float* table = cos_sin + positions[token] * HEAD_DIM + lane * 8;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      cosine[e] = table[e];
+      sine[e] = table[HALF + e];
+    }
+  }
+#if NORM
+  uint4 weight[2] = {};
+  if (active && !is_value) {
+    weight[0] = load16((is_query ? q_weight : k_weight) + lane * 8);
+    weight[1] = load16((is_query ? q_weight : k_weight) + lane * 8 + HALF);
+  }
+#endif
+  wait_for_previous();
+
   float first[8] = {}, second[8] = {};
   const SCALAR* source = nullptr;
   SCALAR* target = nullptr;
   if (active) {
-    const i64 slot = is_query ? 0 : slots[token];
     source = is_query ? q + token * q_stride + head * HEAD_DIM
                       : (is_value ? v + token * v_stride : k + token * k_stride) + kv_head * HEAD_DIM;
     source += lane * 8;
@@ -60,21 +80,19 @@ norm_rope_store(SCALAR* q,                           // [T, q_heads, HEAD_DIM], 
 #endif
   if (target == nullptr) return;
 #if NORM
-  const SCALAR* weight = (is_query ? q_weight : k_weight) + lane * 8;
   float w[8];
-  unpack8<SCALAR>(load16(weight), w);
+  unpack8<SCALAR>(weight[0], w);
 #pragma unroll
   for (int e = 0; e < 8; ++e) first[e] *= scale * w[e];
-  unpack8<SCALAR>(load16(weight + HALF), w);
+  unpack8<SCALAR>(weight[1], w);
 #pragma unroll
   for (int e = 0; e < 8; ++e) second[e] *= scale * w[e];
 #endif
-  const float* table = cos_sin + positions[token] * HEAD_DIM + lane * 8;
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
-    const float a = first[e], b = second[e], cosine = table[e], sine = table[HALF + e];
-    first[e] = a * cosine - b * sine;
-    second[e] = b * cosine + a * sine;
+    const float a = first[e], b = second[e];
+    first[e] = a * cosine[e] - b * sine[e];
+    second[e] = b * cosine[e] + a * sine[e];
   }
   store16(target, pack8<SCALAR>(first));
   store16(target + HALF, pack8<SCALAR>(second));

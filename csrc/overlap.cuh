@@ -10,8 +10,9 @@
 // weights, and before it ends. Then "my predecessor has finished" also means "so has everything before it". Pointers to
 // what other kernels write are not `const __restrict__`: that would allow the compiler to load through them before the wait.
 //
-// Decode attention may read more, since its callers promise more (PagedAttention.decode): only queries and the newest token
-// of each sequence come from kernels that may still run. Most of what it reads is as old as weights are.
+// Two kernels may read more before they wait, since their callers promise more. Positions and slots in norm_rope_store.cu:
+// its predecessor is a linear layer, and they are older than that. Lengths, block tables and old tokens in decode attention
+// (PagedAttention.decode): only queries and the newest token of each sequence come from kernels that may still run.
 #pragma once
 
 // Until the previous kernel on the stream has finished and what it wrote can be seen.

@@ -38,7 +38,8 @@ NO_TORCH = (
 # The mechanism in those layers: it touches tensors.
 TORCH = (
     "nanopd.kv.cache",
-    "nanopd.engine.pending", "nanopd.engine.runner", "nanopd.engine.sampler", "nanopd.engine.inputs", "nanopd.engine.cuda_graphs",
+    "nanopd.engine.runner", "nanopd.engine.sampler", "nanopd.engine.inputs", "nanopd.engine.cuda_graphs",
+    "nanopd.engine.pending",
     "nanopd.engine.llm",
     "nanopd.engine.beam",
     "nanopd.engine.kv_budget", "nanopd.engine.benchmark", "nanopd.engine.benchmark_peer",

@@ -252,6 +252,27 @@ def test_given_outputs_take_the_same_values(dtype: torch.dtype) -> None:
     assert torch.equal(normed, want) and torch.equal(residual, total)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_ops_around_a_linear_layer_are_their_parts(dtype: torch.dtype, tokens: int) -> None:
+    x, total = torch.randn(tokens, 96).to(dtype), torch.randn(tokens, 64).to(dtype)
+    norm, weight, bias = (torch.randn(*s).to(dtype) for s in ((96,), (64, 96), (64,)))
+    normed = OPS.rms_norm(x, norm, 1e-5)
+    out, half = (torch.full((tokens, n), float("nan"), dtype=dtype) for n in (64, 32))
+    for b in (None, bias):
+        assert OPS.norm_linear(x, norm, 1e-5, weight, b, out=out) is out
+        assert torch.equal(out, OPS.linear(normed, weight, b))
+        assert torch.equal(out, OPS.norm_linear(x, norm, 1e-5, weight, b))
+    assert OPS.norm_gated_linear(x, norm, 1e-5, weight, out=half) is half
+    assert torch.equal(half, OPS.gated_linear(normed, weight))
+    want = total + OPS.linear(x, weight)
+    assert OPS.add_linear(total, x, weight) is total
+    assert torch.equal(total, want)
+    for wrong in (total[:, :32], torch.zeros(tokens + 1, 64, dtype=dtype), torch.zeros(tokens, 64).double()):
+        with pytest.raises(UnsupportedShapeError, match="total is"):
+            OPS.add_linear(wrong, x, weight)
+
+
 def test_given_outputs_of_another_shape_or_dtype_are_refused() -> None:
     x, weight = torch.zeros(4, 96), torch.zeros(96)
     for out in (torch.zeros(3, 96), torch.zeros(4, 96).half(), torch.zeros(96, 4).T):

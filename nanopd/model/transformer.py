@@ -15,6 +15,7 @@ from torch.nn.functional import embedding
 
 from nanopd.model.batch import ForwardBatch
 from nanopd.model.config import ModelConfig
+from nanopd.model.residual import ResidualStream
 from nanopd.model.rope import cos_sin_table
 from nanopd.model.weights import LayerWeights, Weights
 from nanopd.ops.alike import alike
@@ -65,28 +66,20 @@ class Transformer:
         Returns: logits [R, vocab] in the model's dtype, one row per entry of ``batch.logits_rows``.
         """
         step = _Step(self, batch)
-        rms_norm, eps = step.ops.rms_norm, self.config.rms_norm_eps
         for i, layer in enumerate(self.weights.layers):
-            if i == 0:
-                rms_norm(step.residual, layer.input_norm, eps, out=step.normed)
-            else:  # a layer leaves its last addition to the next norm, which reads both terms anyway
-                rms_norm(step.x, layer.input_norm, eps, step.residual, out=step.normed, total=step.residual)
             self._layer(layer, step, *kv_cache.layer(i))
             if after_layer is not None:
                 after_layer(i)
         if batch.logits_rows.shape[0] == 0:  # every chunk ends before its prompt does
-            return step.x.new_empty(0, self.config.vocab_size)
-        # Only wanted rows go on: a prefill chunk of 2,048 tokens needs one row of logits at most.
-        x, residual = step.x[batch.logits_rows], step.residual[batch.logits_rows]
-        x, _ = self.ops.rms_norm(x, self.weights.final_norm, eps, residual)
-        return self.ops.linear(x, self.weights.lm_head)
+            return step.qkv.new_empty(0, self.config.vocab_size)
+        return step.stream.logits(batch.logits_rows, self.weights.final_norm, self.weights.lm_head, self.ops)
 
     __call__ = forward
 
     def _layer(self, w: LayerWeights, step: _Step, k_cache: Tensor, v_cache: Tensor) -> None:
-        """One layer, from ``step.normed`` to ``step.x``, which with ``step.residual`` adds up to the layer's output."""
+        """One layer: attention, then the MLP, each reading ``step.stream`` through a norm and adding to it."""
         s, ops, eps = step, step.ops, self.config.rms_norm_eps
-        ops.linear(s.normed, w.qkv, w.qkv_bias, out=s.qkv)
+        s.stream.linear(w.input_norm, w.qkv, w.qkv_bias, out=s.qkv)
         rotation = (s.batch.positions, self.cos_sin)
         ops.norm_rope_store(s.q, s.k, s.v, w.q_norm, w.k_norm, eps, *rotation, k_cache, v_cache, s.batch.slot_mapping)
         # Decodes and prefill chunks read the same cache through different kernels.
@@ -96,10 +89,9 @@ class Transformer:
         if s.prefills is not None:
             q, others = s.prefills
             ops.paged_prefill_attention(q, k_cache, v_cache, *others)
-        ops.linear(s.attended, w.attn_out, out=s.x)
-        ops.rms_norm(s.x, w.mlp_norm, eps, s.residual, out=s.normed, total=s.residual)
-        ops.gated_linear(s.normed, w.gate_up, out=s.gated)
-        ops.linear(s.gated, w.down, out=s.x)
+        s.stream.add_linear(s.attended, w.attn_out)
+        s.stream.gated_linear(w.mlp_norm, w.gate_up, out=s.gated)
+        s.stream.add_linear(s.gated, w.down)
 
 
 class _Step:
@@ -112,12 +104,12 @@ class _Step:
         config, num_tokens = model.config, batch.token_ids.shape[0]
         self.batch = batch
         self.ops = alike(model.ops)
-        self.residual = embedding(batch.token_ids, model.weights.embedding)  # [T, hidden_size], like the next two
+        embedded = embedding(batch.token_ids, model.weights.embedding)  # [T, hidden_size]
+        self.stream = ResidualStream(self.ops, embedded, config.rms_norm_eps)
 
         def empty(width: int) -> Tensor:
             return torch.empty((num_tokens, width), dtype=model.dtype, device=model.device)
 
-        self.normed, self.x = empty(config.hidden_size), empty(config.hidden_size)
         self.gated = empty(config.intermediate_size)
         self.qkv, self.attended = empty(config.q_size + 2 * config.kv_size), empty(config.q_size)
         parts = self.qkv.split([config.q_size, config.kv_size, config.kv_size], dim=1)

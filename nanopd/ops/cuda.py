@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 SCALARS: Mapping[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 _VEC = 8  # 16-bit elements in 16 bytes
-_GEMV_ROWS, _GEMV_AHEAD = 2, 8  # rows per warp of gemv.cu, and vectors of each in flight per lane
+_GEMV_ROWS, _GEMV_THREADS = 2, 256  # rows per warp of gemv.cu, and its block
+_LONGEST_GEMV_NORM = 6144  # what a block of gemv.cu norms without spilling registers
 _MOVE_TILE = 256 * 4  # vectors per thread block of move_blocks.cu
 _LONGEST_ROW = 8 * 1024 * 16  # rms_norm.cu keeps a row in the registers of 1024 threads, 16 vectors each
 
@@ -284,33 +285,67 @@ class CudaOps:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """A matrix product is cuBLAS's business; one token's is a stream through the weights, and gemv.cu's."""
         checks.linear(x, weight, out)
-        if x.shape[0] == 1 and _fits_gemv(x, weight):
-            return self._gemv(x, weight, bias, out, gated=False)
+        if _fits_gemv(x, weight):
+            return self._gemv(x, weight, out, bias=bias)
         return torch_linear(x, weight, bias) if out is None else linear_into(out, x, weight, bias)
 
     def gated_linear(self, x: Tensor, gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
-        if x.shape[0] == 1 and _fits_gemv(x, gate_up):
-            return self._gemv(x, gate_up, None, out, gated=True)
+        if _fits_gemv(x, gate_up):
+            return self._gemv(x, gate_up, out, gated=True)
         return self.silu_mul(torch_linear(x, gate_up), out=out)
 
-    def _gemv(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, *, gated: bool) -> Tensor:
+    def norm_linear(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if _fits_gemv(x, weight, norm):
+            return self._gemv(x, weight, out, norm=norm, eps=eps, bias=bias)
+        return self.linear(self.rms_norm(x, norm, eps), weight, bias, out=out)
+
+    def norm_gated_linear(
+        self, x: Tensor, norm: Tensor, eps: float, gate_up: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        if _fits_gemv(x, gate_up, norm):
+            return self._gemv(x, gate_up, out, norm=norm, eps=eps, gated=True)
+        return self.gated_linear(self.rms_norm(x, norm, eps), gate_up, out=out)
+
+    def add_linear(self, total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        checks.output(total, (x.shape[0], weight.shape[0]), x.dtype, "total")
+        if _fits_gemv(x, weight):
+            return self._gemv(x, weight, total, residual=total)
+        return total.add_(self.linear(x, weight))
+
+    def _gemv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor | None,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        gated: bool = False,
+    ) -> Tensor:
         num_rows, width = weight.shape
-        kernel = self._kernel(
-            "gemv.cu",
-            "gemv",
-            SCALAR=self._check_scalar(x),
-            K_VECS=width // _VEC,
-            ROWS=_GEMV_ROWS,
-            AHEAD=_GEMV_AHEAD,
-            BIAS=int(bias is not None),
-            GATED=int(gated),
-        )
+        scalar = self._check_scalar(x)
+        self._check_device(weight, norm, bias, out)
+        if bias is not None and (bias.shape != (num_rows,) or bias.dtype is not x.dtype or not bias.is_contiguous()):
+            raise UnsupportedShapeError(f"bias is {bias.dtype} {tuple(bias.shape)}; {x.dtype} [{num_rows}] is needed")
         shape = (1, num_rows // 2 if gated else num_rows)
         if out is None:
             out = torch.empty(shape, dtype=x.dtype, device=x.device)
         checks.output(out, shape, x.dtype)
-        grid = -(-num_rows // (_GEMV_ROWS * 128 // 32))
-        kernel(grid, 128, weight, x, bias, out, num_rows, overlap=True)
+        extras = {"norm": norm is not None, "bias": bias is not None, "residual": residual is not None, "gated": gated}
+        kernel = self._kernel("gemv.cu", "gemv", **_gemv_defines(scalar, width, **extras))
+        grid = -(-num_rows // (_GEMV_ROWS * _GEMV_THREADS // 32))
+        kernel(grid, _GEMV_THREADS, weight, x, norm, bias, residual, out, num_rows, float(eps), overlap=True)
         return out
 
     def silu_mul(self, gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -385,16 +420,38 @@ def _head_group(head_dim: int) -> int:
     return 1 << (head_dim // (2 * _VEC) - 1).bit_length()
 
 
-def _fits_gemv(x: Tensor, weight: Tensor) -> bool:
-    """Whether gemv.cu can stream these; cuBLAS takes everything else."""
+def _fits_gemv(x: Tensor, weight: Tensor, norm: Tensor | None = None) -> bool:
+    """Whether this is one token and gemv.cu can stream the weights; other kernels take everything else."""
+    width = weight.shape[1]
     return (
-        x.dtype in SCALARS
+        x.shape == (1, width)
+        and x.dtype in SCALARS
         and x.dtype is weight.dtype
         and weight.is_contiguous()
         and x.stride(1) == 1
-        and weight.shape[1] % _VEC == 0
+        and width % _VEC == 0
         and (x.data_ptr() | weight.data_ptr()) % 16 == 0
+        and (norm is None or _fits_gemv_norm(norm, width, x.dtype))
     )
+
+
+def _fits_gemv_norm(norm: Tensor, width: int, dtype: torch.dtype) -> bool:
+    """Whether the blocks of gemv.cu can norm their input themselves: it lies in shared memory then."""
+    return (
+        width <= _LONGEST_GEMV_NORM
+        and norm.shape == (width,)
+        and norm.dtype is dtype
+        and norm.is_contiguous()
+        and norm.data_ptr() % 16 == 0
+    )
+
+
+def _gemv_defines(
+    scalar: str, width: int, *, norm: bool = False, bias: bool = False, residual: bool = False, gated: bool = False
+) -> dict[str, object]:
+    """Macros of gemv.cu: what it streams, and what comes along."""
+    extras = {"NORM": int(norm), "BIAS": int(bias), "RESIDUAL": int(residual), "GATED": int(gated)}
+    return {"SCALAR": scalar, "K_VECS": width // _VEC, **extras}
 
 
 def _norm_threads(row: int) -> tuple[int, int]:
@@ -430,8 +487,12 @@ def variants() -> Iterator[tuple[str, str, dict[str, object]]]:
             for norm in (0, 1):
                 options = {"SCALAR": scalar, "HEAD_DIM": head_dim, "GROUP": _head_group(head_dim), "NORM": norm}
                 yield "norm_rope_store.cu", "norm_rope_store", options
-        for width, bias, gated in ((576, 0, 0), (1536, 1, 0), (4096, 0, 0), (4096, 0, 1), (12288, 0, 0)):
-            tile = {"K_VECS": width // _VEC, "ROWS": _GEMV_ROWS, "AHEAD": _GEMV_AHEAD}
-            yield "gemv.cu", "gemv", {"SCALAR": scalar, **tile, "BIAS": bias, "GATED": gated}
+        yield "gemv.cu", "gemv", _gemv_defines(scalar, 576)
+        yield "gemv.cu", "gemv", _gemv_defines(scalar, 1536, norm=True, bias=True)
+        for width in (576, 4096, 6144):
+            yield "gemv.cu", "gemv", _gemv_defines(scalar, width, norm=True)
+            yield "gemv.cu", "gemv", _gemv_defines(scalar, width, norm=True, gated=True)
+        for width in (4096, 12288):
+            yield "gemv.cu", "gemv", _gemv_defines(scalar, width, residual=True)
         for out_vecs in (1536 // _VEC, 12288 // _VEC):
             yield "silu_mul.cu", "silu_mul", {"SCALAR": scalar, "OUT_VECS": out_vecs}

@@ -208,6 +208,7 @@ class Ops(Protocol):
             q: [T, Hq, D], k, v: [T, Hkv, D], token rows may be strided. q is overwritten, k may be.
             q_norm, k_norm: [D] weights of the norms, or None for both: no norm.
             positions, cos_sin: as for ``rope``. k_cache, v_cache, slot_mapping: as for ``store_kv``.
+                Positions and slots may be read while q, k and v are still computed: they must be complete before that.
 
         Returns: ``q``, normed and rotated.
         """
@@ -219,6 +220,32 @@ class Ops(Protocol):
 
     def gated_linear(self, x: Tensor, gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
         """``silu_mul(linear(x, gate_up))``. x [T, K], gate_up [2F, K]. Returns [T, F], ``out`` if given."""
+        ...
+
+    def norm_linear(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """``linear(rms_norm(x, norm, eps), weight, bias)``. x [T, K], norm [K]. Returns [T, N], ``out`` if given."""
+        ...
+
+    def norm_gated_linear(
+        self, x: Tensor, norm: Tensor, eps: float, gate_up: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        """``gated_linear(rms_norm(x, norm, eps), gate_up)``. Returns [T, F], ``out`` if given."""
+        ...
+
+    def add_linear(self, total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """``total += linear(x, weight)``, in place; total [T, N] is contiguous. The product may be added unrounded.
+
+        Returns: ``total``.
+        """
         ...
 
     def silu_mul(self, gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -194,6 +194,27 @@ class ReferenceOps:
     def gated_linear(self, x: Tensor, gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
         return self.silu_mul(self.linear(x, gate_up), out=out)
 
+    def norm_linear(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return self.linear(self.rms_norm(x, norm, eps), weight, bias, out=out)
+
+    def norm_gated_linear(
+        self, x: Tensor, norm: Tensor, eps: float, gate_up: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        return self.gated_linear(self.rms_norm(x, norm, eps), gate_up, out=out)
+
+    def add_linear(self, total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        checks.output(total, (x.shape[0], weight.shape[0]), x.dtype, "total")
+        return total.add_(self.linear(x, weight))
+
     def silu_mul(self, gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
         checks.silu_mul(gate_up, out)
         gate, up = gate_up.chunk(2, dim=-1)

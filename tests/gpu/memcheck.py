@@ -57,6 +57,9 @@ def exercise(ops: CudaOps, dtype: torch.dtype, hq: int, hkv: int, d: int, block_
     normed, _ = ops.rms_norm(hidden, randn(hq * d), 1e-6, hidden.clone())
     ops.rms_norm(k, randn(d), 1e-6)
     ops.silu_mul(normed)
+    one, matrix = hidden[:1].clone(), randn(hq * d, hq * d)
+    ops.add_linear(one, ops.norm_gated_linear(one, randn(hq * d), 1e-6, randn(2 * hq * d, hq * d)), matrix)
+    ops.norm_linear(one, randn(hq * d), 1e-6, matrix, randn(hq * d))
 
 
 def main() -> int:

@@ -249,6 +249,89 @@ def test_gated_linear_of_one_token(ops: CudaOps, dtype: torch.dtype, width: int,
     assert_rounded(ops.gated_linear(x, weight), exact, slack=1e-4)
 
 
+WIDTHS = [(8, 6), (576, 14), (264, 1000), (4096, 6144), (4104, 34), (6144, 66), (8192, 66)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "rows"), WIDTHS)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_norm_before_a_linear_layer(ops: CudaOps, dtype: torch.dtype, width: int, rows: int, tokens: int) -> None:
+    """The normed input is rounded as by rms_norm. One token's norm adds its squares in another order, which may move
+    its scale by a bit, and so tip the rounding of an input or two: hence the slack."""
+    x, norm, weight = randn(tokens, width, dtype=dtype) * 3, randn(width, dtype=dtype), randn(rows, width, dtype=dtype)
+    weight *= width**-0.5
+    normed = ops.rms_norm(x, norm, 1e-6)
+    exact = normed.double() @ weight.double().T
+    for bias in (None, randn(rows, dtype=dtype)):
+        out = torch.full((tokens, rows), NAN, dtype=dtype, device="cuda")
+        assert ops.norm_linear(x, norm, 1e-6, weight, bias, out=out) is out
+        assert torch.equal(out, ops.norm_linear(x, norm, 1e-6, weight, bias))
+        if tokens == 1:
+            assert_rounded(out, exact if bias is None else exact + bias.double(), slack=2 * ULP[dtype])
+        else:
+            assert torch.equal(out, ops.linear(normed, weight, bias))
+    half = torch.full((tokens, rows // 2), NAN, dtype=dtype, device="cuda")
+    assert ops.norm_gated_linear(x, norm, 1e-6, weight, out=half) is half
+    if tokens == 1:
+        assert_rounded(half, ReferenceOps().silu_mul(exact), slack=2 * ULP[dtype])
+    else:
+        assert torch.equal(half, ops.gated_linear(normed, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "rows"), [*WIDTHS, (12288, 4096)])
+def test_adding_a_linear_layer(ops: CudaOps, dtype: torch.dtype, width: int, rows: int) -> None:
+    x, weight, total = (randn(*s, dtype=dtype) for s in ((1, width), (rows, width), (1, rows)))
+    exact = total.double() + x.double() @ weight.double().T
+    assert ops.add_linear(total, x, weight) is total
+    assert_rounded(total, exact, slack=1e-4)  # one rounding in all
+    x, total = randn(3, width, dtype=dtype), randn(3, rows, dtype=dtype)
+    want = total + ops.linear(x, weight)
+    assert torch.equal(ops.add_linear(total, x, weight), want)
+
+
+def test_ops_around_a_linear_layer_refuse_other_shapes(ops: CudaOps) -> None:
+    x, weight = randn(1, 64, dtype=torch.bfloat16), randn(32, 64, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedShapeError, match="weight must have"):
+        ops.norm_linear(x, weight[0, :32], 1e-6, weight)
+    with pytest.raises(UnsupportedShapeError, match="bias is"):
+        ops.norm_linear(x, weight[0], 1e-6, weight, bias=x[0])
+    for total in (x, randn(2, 32, dtype=torch.bfloat16), randn(1, 32, dtype=torch.float16)):
+        with pytest.raises(UnsupportedShapeError, match="total is"):
+            ops.add_linear(total, x, weight)
+    with pytest.raises(UnsupportedShapeError, match="cpu"):
+        ops.norm_linear(x, weight[0].cpu(), 1e-6, weight)
+
+
+def test_a_step_of_one_token_sees_what_came_before(ops: CudaOps) -> None:
+    """As below, for the ops that norm their input and add to their output."""
+    width, eps = 1024, 1e-6
+    qkv, out, down = (randn(width, width, dtype=torch.bfloat16) * width**-0.5 for _ in range(3))
+    gate_up = randn(2 * width, width, dtype=torch.bfloat16) * width**-0.5
+    norm, start = torch.ones(width, dtype=torch.bfloat16, device="cuda"), randn(1, width, dtype=torch.bfloat16)
+
+    def chain(total: Tensor, after_each: Callable[[], object] = lambda: None) -> Tensor:
+        for _ in range(20):
+            x = ops.norm_linear(total, norm, eps, qkv)
+            after_each()
+            ops.add_linear(total, x, out)
+            after_each()
+            x = ops.norm_gated_linear(total, norm, eps, gate_up)
+            after_each()
+            ops.add_linear(total, x, down)
+            after_each()
+        return ops.norm_linear(total, norm, eps, qkv)
+
+    expected = chain(start.clone(), torch.cuda.synchronize)
+    source, graph = start.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(source)
+    for _ in range(50):
+        source.copy_(start)
+        graph.replay()
+        assert torch.equal(captured, expected)
+
+
 def test_overlapping_kernels_see_what_came_before(ops: CudaOps) -> None:
     """A chain in which each kernel may start before its predecessor ends, replayed often; any early read would show."""
     width = 1024
