@@ -83,6 +83,16 @@ __device__ __forceinline__ void merge_pieces(scalar* out_rows, const float* part
   }
 }
 
+// Counts a block in, and says whether it is the last of `others` + 1. For one thread; with a barrier before and after it,
+// what the whole block wrote can be seen by the last one. The counter is back at zero then: nobody has to clear it before
+// the next launch or graph replay.
+__device__ __forceinline__ bool count_in(u32* counter, u32 others) {
+  __threadfence();
+  const bool last = atomicInc(counter, others) == others;  // counts up to `others`, then wraps to 0
+  __threadfence();
+  return last;
+}
+
 // A segment that this block shares with others.
 struct Cut {
   Pieces pieces;
@@ -91,15 +101,12 @@ struct Cut {
 };
 
 // Count the block in at the segments it shares, once it has written its pieces and passed a barrier. Merge those where it
-// is the last to come. Counters are back at zero then: nobody has to clear them before the next launch or graph replay.
+// is the last to come.
 __device__ __forceinline__ void arrive_and_merge(Cut* cuts, int num_cuts, u32* arrivals, scalar* out,
                                                  const float* partial_out, const float* partial_lse, int warp, int warps) {
   if (threadIdx.x < num_cuts) {
     Cut& cut = cuts[threadIdx.x];
-    const u32 others = cut.pieces.count - 1;
-    __threadfence();  // with the barriers around them, one thread's fences are the whole block's
-    cut.last = atomicInc(arrivals + cut.pieces.first_part, others) == others;  // counts up to `others`, then wraps to 0
-    __threadfence();
+    cut.last = count_in(arrivals + cut.pieces.first_part, cut.pieces.count - 1);
   }
   __syncthreads();
   for (int i = 0; i < num_cuts; ++i) {

@@ -237,6 +237,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_split(
             make_float2(acc[n][2 * r] * inverse, acc[n][2 * r + 1] * inverse);
     }
   }
-  if (splits > 1 && arrives_last(arrived + tile_index, splits))
-    merge_splits(out_rows, num_rows, splits, partial_out, partial_lse, (float*)shared);
+  if (splits == 1) return;
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) last = count_in(arrived + tile_index, splits - 1);
+  __syncthreads();
+  if (last) merge_splits(out_rows, num_rows, splits, partial_out, partial_lse, (float*)shared);
 }
