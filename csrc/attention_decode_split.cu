@@ -12,12 +12,13 @@
 //   tiles, so the loop has no barrier at all. Nor does the stream of tiles stop where a segment ends.
 // * Early: if the kernel in front still runs (overlap.cuh), the first tiles are fetched all the same, unless they hold the
 //   newest token of a sequence, which that kernel stores.
+//
+// Macros beyond those of attention_common.cuh: STAGES, 3 or 2, chosen by the host. With 2, three blocks fit an SM.
 #include "attention_merge.cuh"
 #include "attention_mma.cuh"
 #include "overlap.cuh"
 
 constexpr int WARPS = HEAD_DIM <= 128 ? 4 : 2;
-constexpr int STAGES = 3;
 constexpr int TILE_BYTES = UNIT * ROW_BYTES;         // UNIT token rows of K, or of V
 constexpr int SLOT_BYTES = 2 * TILE_BYTES;           // a tile of each
 constexpr int RING_BYTES = STAGES * SLOT_BYTES;      // per warp; the host passes WARPS * RING_BYTES as shared memory
@@ -40,7 +41,7 @@ __device__ __forceinline__ void fetch_tile(u32 slot, const scalar* k_cache, cons
 }
 
 // grid: any number of blocks, block WARPS * 32 threads.
-extern "C" __global__ void __launch_bounds__(WARPS * WARP, 2) attention_decode_split(
+extern "C" __global__ void __launch_bounds__(WARPS * WARP, STAGES == 3 ? 2 : 3) attention_decode_split(
     scalar* __restrict__ out,               // [B, Hq, D]
     float* __restrict__ partial_out,        // [2 * gridDim.x, 16, D] pieces of segments that were cut
     float* __restrict__ partial_lse,        // [2 * gridDim.x, 16] base-2 logarithm of each piece's sum of exponentials

@@ -1,6 +1,8 @@
 """Host side of the attention kernels, as far as it needs no GPU."""
 
-from nanopd.ops.attention import split_grid
+import itertools
+
+from nanopd.ops.attention import is_aligned, split_grid
 
 
 def splits(num_seqs: int, rows: int, most_keys: int, head_dim: int = 128, num_sms: int = 132) -> int:
@@ -28,3 +30,15 @@ def test_blocks_of_a_divided_tile_fit_the_counters() -> None:
             grid = split_grid(2, 3, rows, 10**6, 64, num_sms)
             assert grid.splits == 1 or grid.all_tiles <= num_sms
             assert grid.splits == 1 or grid.all_tiles * grid.splits <= 2 * num_sms
+
+
+def test_aligned_means_that_parts_end_where_segments_do() -> None:
+    """By trying all numbers of parts that leave at most a tenth of the room empty."""
+    for segments, room in itertools.product(range(1, 40), range(1, 60)):
+        fewest = -(-segments // room)  # segments to a part that are needed to fit the room; more would be slower
+        possible = any(
+            parts % segments == 0 or segments == parts * fewest
+            for parts in range(1, room + 1)
+            if 10 * parts >= 9 * room
+        )
+        assert is_aligned(segments, room) == possible, (segments, room)

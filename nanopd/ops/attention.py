@@ -31,7 +31,6 @@ PrefillKernel = Literal["naive", "tiled", "split", "wgmma"]
 # These repeat constants of csrc; tests/gpu/test_attention.py fails if they drift apart.
 _MAX_GROUP = 16  # attention_plan.cuh: query heads handled together
 _MIN_UNITS = 4  # attention_plan.cuh: units in the smallest part
-_SPLIT_STAGES = 3  # attention_decode_split.cu
 _WARP_KERNEL_THREADS = 256  # attention_decode_warp.cu
 _SPLIT_THREADS = 128  # attention_prefill_split.cu
 _SPLIT_ROWS = 64  # attention_prefill_split.cu: rows of a tile, each a query of one head
@@ -44,6 +43,15 @@ _REGISTERS_PER_SM = 65536  # on every architecture from sm_80 on
 _RESERVED_SHARED_BYTES = 1024  # what the driver takes per resident block
 _MAX_BLOCKS_PER_SM = 32  # the hardware's limit
 _READY_COUNTERS = 8  # streams that can capture a graph as the first thing they do
+
+
+class Ring(NamedTuple):
+    """Macros of attention_decode_split.cu."""
+
+    STAGES: int  # tiles per warp in shared memory
+
+
+RINGS = (Ring(3), Ring(2))
 
 
 class Tiling(NamedTuple):
@@ -86,17 +94,22 @@ def variants(
     block_sizes: Iterable[int] = (16,),
 ) -> list[KernelVariant]:
     """Every kernel that ``PagedAttention`` can ask for with these dtypes, head dims and block sizes."""
-    names = ("decode_naive", "decode_warp", "decode_split", "prefill_naive", "prefill_split")
+    names = ("decode_naive", "decode_warp", "prefill_naive", "prefill_split")
     result = []
     for dtype in dtypes:
         for head_dim in head_dims:
             for block_size in block_sizes:
                 defines = _defines(dtype, head_dim, block_size)
                 result += [KernelVariant(f"attention_{name}.cu", f"attention_{name}", defines) for name in names]
-                for tiling in tilings(head_dim):
-                    tiled = defines | tiling._asdict()
-                    result.append(KernelVariant("attention_prefill_tiled.cu", "attention_prefill_tiled", tiled))
+                for name, macros in _with_macros(head_dim):
+                    result.append(
+                        KernelVariant(f"attention_{name}.cu", f"attention_{name}", defines | macros._asdict())
+                    )
     return result
+
+
+def _with_macros(head_dim: int) -> list[tuple[str, Tiling | Ring]]:
+    return [*(("decode_split", ring) for ring in RINGS), *(("prefill_tiled", tiling) for tiling in tilings(head_dim))]
 
 
 def wgmma_variants(
@@ -309,14 +322,9 @@ class PagedAttention:
     def _decode_split(self, q: Tensor, k_cache: Tensor, block_tables: Tensor, scale: float, overlap: bool) -> Launch:
         num_seqs, num_heads, head_dim = q.shape
         num_kv_heads, max_blocks = k_cache.shape[2], block_tables.shape[1]
-        split = self._kernel("decode_split", q.dtype, k_cache)
-        warps, shared = split_shape(head_dim)
-        unit = unit_tokens(head_dim)
-        ratio = num_heads // num_kv_heads
-        most_work = (
-            num_seqs * num_kv_heads * _ceil_div(ratio, _MAX_GROUP) * _ceil_div(max_blocks * k_cache.shape[1], unit)
-        )
-        room = self.num_sms * self._blocks_per_sm(split, warps * 32, shared)
+        segments = num_seqs * num_kv_heads * _ceil_div(num_heads // num_kv_heads, _MAX_GROUP)
+        split, threads, shared, room = self._decode_ring(q.dtype, k_cache, segments)
+        most_work = segments * _ceil_div(max_blocks * k_cache.shape[1], unit_tokens(head_dim))
         parts = max(1, min(room, _ceil_div(most_work, _MIN_UNITS)))
 
         # Up to two unfinished pieces per part: 16 heads of D sums and one logarithm each, in float32. It lives as long
@@ -327,12 +335,28 @@ class PagedAttention:
         partial_lse = workspace[pieces * head_dim :]
         counters = self._arrival_counters()
         sizes = (q.stride(0), max_blocks, num_seqs, num_heads, num_kv_heads)
-        prepared = split.prepare(parts, warps * 32, scale, *sizes, shared=shared, overlap=overlap)
+        prepared = split.prepare(parts, threads, scale, *sizes, shared=shared, overlap=overlap)
 
         def launch(out: Tensor, *inputs: Tensor) -> None:
             prepared(out, workspace, partial_lse, counters, *inputs)
 
         return launch
+
+    def _decode_ring(self, dtype: torch.dtype, k_cache: Tensor, segments: int) -> tuple[Kernel, int, int, int]:
+        """Decode's kernel, its threads, its shared memory, and how many of its blocks the GPU has room for.
+
+        Three slots in the ring are a little faster than two, but borders of parts inside of segments cost more. So two,
+        if with the blocks that then fit equally long segments are cut at their ends, and otherwise not.
+        """
+        found = []
+        for ring in RINGS:
+            kernel = self._kernel("decode_split", dtype, k_cache, ring)
+            warps, shared = split_shape(k_cache.shape[3], ring)
+            room = self.num_sms * self._blocks_per_sm(kernel, warps * 32, shared)
+            found.append((kernel, warps * 32, shared, room))
+            if is_aligned(segments, room):
+                return found[-1]
+        return found[0]
 
     def _split_grid(self, q: Tensor, k_cache: Tensor, block_tables: Tensor, max_seqlen_q: int) -> SplitGrid:
         num_tokens, num_heads, head_dim = q.shape
@@ -375,14 +399,19 @@ class PagedAttention:
         return counters
 
     def _kernel(
-        self, name: str, dtype: torch.dtype, k_cache: Tensor, tiling: Tiling | None = None, arch: str | None = None
+        self,
+        name: str,
+        dtype: torch.dtype,
+        k_cache: Tensor,
+        macros: Tiling | Ring | None = None,
+        arch: str | None = None,
     ) -> Kernel:
-        key = (name, dtype, k_cache.shape[3], k_cache.shape[1], tiling)
+        key = (name, dtype, k_cache.shape[3], k_cache.shape[1], macros)
         kernel = self._kernels.get(key)
         if kernel is None:
             defines = _defines(dtype, k_cache.shape[3], k_cache.shape[1])
-            if tiling is not None:
-                defines |= tiling._asdict()
+            if macros is not None:
+                defines |= macros._asdict()
             kernel = self._library.get(f"attention_{name}.cu", f"attention_{name}", defines, arch=arch)
             self._kernels[key] = kernel
         return kernel
@@ -422,10 +451,19 @@ class PagedAttention:
             )
 
 
-def split_shape(head_dim: int) -> tuple[int, int]:
+def split_shape(head_dim: int, ring: Ring) -> tuple[int, int]:
     """Warps per block and bytes of dynamic shared memory of attention_decode_split.cu."""
     warps = 4 if head_dim <= 128 else 2
-    return warps, warps * _SPLIT_STAGES * 2 * unit_tokens(head_dim) * head_dim * 2
+    return warps, warps * ring.STAGES * 2 * unit_tokens(head_dim) * head_dim * 2
+
+
+def is_aligned(segments: int, room: int) -> bool:
+    """Whether attention_plan.cuh cuts equally long segments into parts that end where they do, for ``room`` parts."""
+    parts = room // segments * segments
+    each = _ceil_div(segments, room)
+    if parts == 0 and segments % each == 0:
+        parts = segments // each
+    return parts * 10 >= room * 9
 
 
 def unit_tokens(head_dim: int) -> int:

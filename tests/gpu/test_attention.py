@@ -223,8 +223,12 @@ def test_decode_large_batch(kernels: PagedAttention, kernel: str) -> None:
     assert_close(run_decode(kernels, all_empty, kernel), all_empty)
 
 
+@pytest.mark.parametrize("ring", attention.RINGS)
 @pytest.mark.parametrize("num_sms", [1, 2, 5, 23, 400])
-def test_decode_split_for_any_number_of_parts(library: KernelLibrary, num_sms: int) -> None:
+def test_decode_split_for_any_number_of_parts(
+    library: KernelLibrary, monkeypatch: pytest.MonkeyPatch, num_sms: int, ring: attention.Ring
+) -> None:
+    monkeypatch.setattr(attention, "RINGS", (ring,))
     kernels = PagedAttention(library, num_sms=num_sms)
     for seed, contexts in enumerate(([3000], [1, 2500, 0, 16, 700], ragged(70, 400, 5))):
         problem = make_problem(contexts, heads=(12, 3), head_dim=64, seed=seed)
@@ -238,6 +242,19 @@ def test_decode_split_may_cut_a_segment_anywhere(library: KernelLibrary) -> None
         kernels._blocks_per_sm = lambda *_: 1
         problem = make_problem([80, 0, 48], heads=(9, 9), head_dim=64, seed=parts)
         assert_close(run_decode(kernels, problem, "split"), problem)
+
+
+def test_decode_split_takes_the_ring_that_cuts_contexts_at_their_ends(library: KernelLibrary) -> None:
+    """On 132 SMs: 96 segments make 2 parts each of 264 blocks and leave a quarter idle, or 4 each of 396."""
+    for heads, count, stages in (((32, 8), 32, 3), ((9, 3), 32, 2), ((9, 3), 1, 3)):
+        kernels = PagedAttention(library, num_sms=132)
+        problem = make_problem([200] * count, heads=heads, head_dim=64)
+        assert_close(kernels.decode(*problem.decode_arguments), problem)
+        used = [key[-1].STAGES for key in kernels._kernels if key[0] == "decode_split"]
+        properties = torch.cuda.get_device_properties(0)
+        if properties.shared_memory_per_multiprocessor >= 227 * 1024:
+            assert used[-1] == stages
+        assert used[0] == 3
 
 
 def test_decode_split_repeats_bit_for_bit(kernels: PagedAttention) -> None:
@@ -558,7 +575,6 @@ def test_host_constants_agree_with_the_sources() -> None:
     assert constant("attention_plan.cuh", "UNIT") == "HEAD_DIM <= 64 ? 32 : 16"
     assert constant("attention_plan.cuh", "MIN_UNITS") == str(attention._MIN_UNITS)
     assert constant("attention_plan.cuh", "MAX_GROUP") == str(attention._MAX_GROUP)
-    assert constant("attention_decode_split.cu", "STAGES") == str(attention._SPLIT_STAGES)
     assert constant("attention_decode_split.cu", "WARPS") == "HEAD_DIM <= 128 ? 4 : 2"
     assert constant("attention_decode_warp.cu", "WARPS") == str(attention._WARP_KERNEL_THREADS // 32)
     assert constant("attention_prefill_split.cu", "WARPS") == str(attention._SPLIT_THREADS // 32)
@@ -583,7 +599,7 @@ def test_host_constants_agree_with_the_sources() -> None:
 def test_shared_memory_fits_the_smallest_gpus() -> None:
     limit = 99 * 1024  # sm_86 and sm_89, static shared memory included
     for head_dim in attention.HEAD_DIMS:
-        assert attention.split_shape(head_dim)[1] + 512 <= limit
+        assert all(attention.split_shape(head_dim, ring)[1] + 1024 <= limit for ring in attention.RINGS)
         for tiling in attention.tilings(head_dim)[:2]:
             assert attention.tiled_shape(head_dim, *tiling)[1] + 512 <= limit
     for head_dim in attention.WGMMA_HEAD_DIMS:
