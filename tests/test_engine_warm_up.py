@@ -51,6 +51,8 @@ def test_length_and_what_it_leaves_behind(
         assert batch.positions.tolist() == batch.slot_mapping.tolist() == list(range(context - length, context))
         assert batch.block_tables.shape[1] * 16 >= context
     assert {int(batch.context_lens[0]) for batch in seen if batch.max_seqlen_q == 16} == {16, expected}
+    used = -(-expected // 16)  # what it wrote would look like somebody's tokens
+    assert not llm.kv_cache.tensor[:, :, :used].any() and llm.kv_cache.tensor[:, :, used + 1 :].isnan().all()
     after = llm.generate([[5] * 20], greedy(8), use_tqdm=False)[0].outputs[0].token_ids
     assert after == before
     check_clean(llm)

@@ -166,8 +166,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compute prompts, and ends of prompts, of many lengths up to the longest step's. Their KV fills the pool's
-        first blocks: call it before they are in use.
+        """Compute prompts, and ends of prompts, of many lengths up to the longest step's. Their KV goes into the pool's
+        first blocks, which are zero afterwards: call it before they are in use.
 
         A kernel is loaded at its first launch, and the driver then waits until the device is idle, with everybody
         else: the first prompt of one worker would make the decodes of another one on the card wait to its end. Which
@@ -180,6 +180,7 @@ class ModelRunner:
             for num_tokens in warm_up_lengths(most):
                 for context_len in {num_tokens, most}:
                     logits = self.model.forward(self._end_of_prompt(num_tokens, context_len, slots), self.kv_cache)
+            self.kv_cache.tensor[:, :, : -(-most // self.kv_cache.block_size)].zero_()
             PendingStep(StepPlan(), greedy_tokens(logits), self.device).end()
 
     def close(self) -> None:
