@@ -16,6 +16,7 @@
 // Macros beyond those of attention_common.cuh: STAGES, 3 or 2, chosen by the host. With 2, three blocks fit an SM.
 #include "attention_merge.cuh"
 #include "attention_mma.cuh"
+#include "attention_softmax.cuh"
 #include "overlap.cuh"
 
 constexpr int WARPS = HEAD_DIM <= 128 ? 4 : 2;
@@ -25,19 +26,24 @@ constexpr int RING_BYTES = STAGES * SLOT_BYTES;      // per warp; the host passe
 static_assert(MAX_GROUP * HEAD_DIM * 4 <= SLOT_BYTES, "a warp's sums fit the slot that it has just used");
 
 // Copy one tile of K and V into a ring slot. Lane i holds the row of token i % UNIT in the caches, seen as
-// [slots * Hkv, D], or -1 past the end.
-__device__ __forceinline__ void fetch_tile(u32 slot, const scalar* k_cache, const scalar* v_cache, int row, int lane) {
-  if (!__any_sync(FULL_MASK, row >= 0)) return;
+// [slots * Hkv, D], or -1 past the end: such tokens become zeros, since a probability of 0 would not silence a NaN left in
+// an unused slot of V. `full`: there are none.
+__device__ __forceinline__ void copy_rows(u32 slot, const scalar* k_cache, const scalar* v_cache, int row, int lane,
+                                          bool full) {
 #pragma unroll
   for (int i = 0; i < UNIT * ROW_CHUNKS / WARP; ++i) {
     const int token = (i * WARP + lane) / ROW_CHUNKS, chunk = (i * WARP + lane) % ROW_CHUNKS;
     const int token_row = __shfl_sync(FULL_MASK, row, token);
-    // Tokens past the end become zeros: a probability of 0 would not silence a NaN left in an unused slot of V.
-    const bool valid = token_row >= 0;
+    const bool valid = full || token_row >= 0;
     const i64 at = valid ? (i64)token_row * HEAD_DIM + chunk * 8 : 0;
     copy16_async(slot + tile_offset(token, chunk), k_cache + at, valid);
     copy16_async(slot + TILE_BYTES + tile_offset(token, chunk), v_cache + at, valid);
   }
+}
+// Compiled twice: nearly all tiles are full, and on few SMs (a partition) instructions are what this kernel waits for.
+__device__ __forceinline__ void fetch_tile(u32 slot, const scalar* k_cache, const scalar* v_cache, int row, int lane) {
+  if (__all_sync(FULL_MASK, row >= 0)) copy_rows(slot, k_cache, v_cache, row, lane, true);
+  else if (__any_sync(FULL_MASK, row >= 0)) copy_rows(slot, k_cache, v_cache, row, lane, false);
 }
 
 // grid: any number of blocks, block WARPS * 32 threads.
@@ -72,14 +78,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, STAGES == 3 ? 2 : 3) 
 
   // Warp w takes units w, w + WARPS, ... of the part. `ahead` is where its fetches stand; `row` always runs one tile
   // ahead of them, since they would otherwise wait for the block table.
-  Cursor here(place, part_units, context_lens), ahead = here;
-  ahead.advance(warp, context_lens, groups.per_seq);
+  Cursor here(place, part_units, context_lens, groups), ahead = here;
+  ahead.advance(warp, context_lens, groups);
   const auto next_row = [&] {
     const int token = ahead.at.unit * UNIT + lane % UNIT;
     int found = -1;
     if (ahead.left > 0 && token < ahead.context_len) {
       const int* block_table = block_tables + (i64)ahead.at.seq * max_blocks;
-      found = cache_row(block_table, token) * num_kv_heads + groups.kv_head(ahead.at.segment);
+      found = cache_row(block_table, token) * num_kv_heads + ahead.kv_head;
     }
     return found;
   };
@@ -89,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, STAGES == 3 ? 2 : 3) 
   for (int s = 0; s < STAGES; ++s) {
     rows[s] = next_row();
     newest[s] = ahead.is_newest();
-    ahead.advance(WARPS, context_lens, groups.per_seq);
+    ahead.advance(WARPS, context_lens, groups);
   }
 #pragma unroll
   for (int s = 0; s < STAGES - 1; ++s) {
@@ -101,6 +107,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, STAGES == 3 ? 2 : 3) 
   wait_for_previous();
   let_next_start();  // not before: then the next kernel can count on all that came before this one
 
+  const TileReader k_reader(lane / 16 * 8 + lane % 8, lane / 8 % 2), v_reader(lane % 16, lane / 16);
+  const float scale_log2 = scale * LOG2_E;
   int unit = here.at.unit + warp;  // this warp's next one in the segment
   int num_cuts = 0;
   for (int piece = 2 * blockIdx.x; here.left > 0; piece = 2 * blockIdx.x + 1) {
@@ -120,7 +128,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, STAGES == 3 ? 2 : 3) 
       q_frag[i / 4][i % 4] = head < heads ? *(const u32*)(q_rows + head * HEAD_DIM + dim) : 0;
     }
 
-    float acc[HEAD_DIM / 8][4] = {}, largest[2] = {NEG_INF, NEG_INF}, total[2] = {0.f, 0.f};  // rows g and g + 8
+    float acc[HEAD_DIM / 8][4] = {};  // rows g and g + 8
+    OnlineSoftmax<UNIT / 2> softmax;
 
     for (; unit < last; unit += WARPS) {
       copy_wait<STAGES - 2>();
@@ -129,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, STAGES == 3 ? 2 : 3) 
       fetch_tile(ring + refill * SLOT_BYTES, k_cache, v_cache, row, lane);
       copy_commit();  // even when empty, so that the count of groups stays right
       row = next_row();
-      ahead.advance(WARPS, context_lens, groups.per_seq);
+      ahead.advance(WARPS, context_lens, groups);
 
       const u32 k_tile = ring + slot * SLOT_BYTES, v_tile = k_tile + TILE_BYTES;
       slot = slot == STAGES - 1 ? 0 : slot + 1;
@@ -140,47 +149,42 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, STAGES == 3 ? 2 : 3) 
 #pragma unroll
         for (int n = 0; n < UNIT / 8; n += 2) {
           u32 b[4];
-          load_matrices(b, k_tile + tile_offset(n * 8 + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+          load_matrices(b, k_reader.at(k_tile, n * 8, k));
           mma_16x8x16<scalar>(scores[n], q_frag[k], b[0], b[1]);
           mma_16x8x16<scalar>(scores[n + 1], q_frag[k], b[2], b[3]);
         }
       }
 
-      u32 p_frag[UNIT / 16][4] = {};  // the probabilities, as the A operand of P V
+      if ((unit + 1) * UNIT > context_len) {  // a token past the end: never the unit's first
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {  // row g, then row g + 8
-        if (r == 1 && heads <= 8) break;  // the lower half of the tile is padding
-        float new_largest = largest[r];
+        for (int i = 0; i < UNIT / 8 * 4; ++i)
+          if (unit * UNIT + i / 4 * 8 + 2 * t + i % 2 >= context_len) scores[i / 4][i % 4] = NEG_INF;
+      }
+
+      const bool both = heads > 8;  // otherwise rows g + 8 are padding
+      softmax.update(reinterpret_cast<float(&)[UNIT / 2]>(scores), scale_log2, both);
+      if (softmax.outgrown) {
 #pragma unroll
-        for (int i = 0; i < UNIT / 4; ++i) {
-          float& s = scores[i / 2][2 * r + i % 2];
-          s = unit * UNIT + i / 2 * 8 + 2 * t + i % 2 < context_len ? s * (scale * LOG2_E) : NEG_INF;
-          new_largest = fmaxf(new_largest, s);
-        }
-        // The 4 lanes of a row agree. A unit's first token is inside the context, so the maximum is finite.
-        new_largest = warp_max<4>(new_largest);
-        const float keep = exp2_fast(largest[r] - new_largest);
-        largest[r] = new_largest;
-        total[r] *= keep;
+        for (int r = 0; r < 2; ++r) {
+          if (r == 1 && !both) break;
 #pragma unroll
-        for (int n = 0; n < UNIT / 8; ++n) {
-          const float p0 = exp2_fast(scores[n][2 * r] - new_largest), p1 = exp2_fast(scores[n][2 * r + 1] - new_largest);
-          total[r] += p0 + p1;  // this lane's tokens only; lanes are added at the end
-          p_frag[n / 2][n % 2 * 2 + r] = pack2<scalar>(p0, p1);
-        }
-#pragma unroll
-        for (int n = 0; n < HEAD_DIM / 8; ++n) {
-          acc[n][2 * r] *= keep;
-          acc[n][2 * r + 1] *= keep;
+          for (int n = 0; n < HEAD_DIM / 8; ++n) {
+            acc[n][2 * r] *= softmax.keep[r];
+            acc[n][2 * r + 1] *= softmax.keep[r];
+          }
         }
       }
+      u32 p_frag[UNIT / 16][4] = {};  // the probabilities, as the A operand of P V
+#pragma unroll
+      for (int i = 0; i < UNIT / 4; ++i)
+        if (i % 2 == 0 || both) p_frag[i / 4][i % 4] = pack2<scalar>(scores[i / 2][i % 2 * 2], scores[i / 2][i % 2 * 2 + 1]);
 
 #pragma unroll
       for (int k = 0; k < UNIT / 16; ++k) {
 #pragma unroll
         for (int n = 0; n < HEAD_DIM / 16; ++n) {
           u32 b[4];
-          load_matrices_transposed(b, v_tile + tile_offset(k * 16 + lane % 16, 2 * n + lane / 16));
+          load_matrices_transposed(b, v_reader.at(v_tile, k * 16, n));
           mma_16x8x16<scalar>(acc[2 * n], p_frag[k], b[0], b[1]);
           mma_16x8x16<scalar>(acc[2 * n + 1], p_frag[k], b[2], b[3]);
         }
@@ -195,9 +199,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, STAGES == 3 ? 2 : 3) 
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (r == 1 && heads <= 8) break;
-      const float row_total = warp_sum<4>(total[r]);
+      const float row_total = warp_sum<4>(softmax.total[r]);
       if (t == 0) {
-        of_warp[warp].largest[g + 8 * r] = largest[r];
+        of_warp[warp].largest[g + 8 * r] = softmax.largest[r] * scale_log2;
         of_warp[warp].total[g + 8 * r] = row_total;
       }
 #pragma unroll
@@ -219,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, STAGES == 3 ? 2 : 3) 
     __syncthreads();  // the slots are about to be refilled
     num_cuts += !whole;
     line += last - first;
-    here.advance(last - first, context_lens, groups.per_seq);
+    here.advance(last - first, context_lens, groups);
     unit -= last;  // the next piece, if any, starts a segment
   }
 

@@ -107,21 +107,25 @@ struct Cursor {
   Place at;
   int left;         // units of the part from here on; 0 or less: past its end
   int context_len;  // of the sequence
+  int kv_head;      // of the segment
 
-  __device__ __forceinline__ Cursor(Place at, int left, const int* context_lens)
-      : at(at), left(left), context_len(left > 0 ? __ldg(context_lens + at.seq) : 0) {}
+  __device__ __forceinline__ Cursor(Place at, int left, const int* context_lens, const HeadGroups& groups)
+      : at(at), left(left), context_len(left > 0 ? __ldg(context_lens + at.seq) : 0),
+        kv_head(groups.kv_head(at.segment)) {}
   __device__ __forceinline__ int segment_units() const { return num_units(context_len); }
   // Whether the unit holds its sequence's last token.
   __device__ __forceinline__ bool is_newest() const { return at.unit == segment_units() - 1; }
 
-  __device__ __forceinline__ void advance(int units, const int* context_lens, int segments_per_seq) {
+  __device__ __forceinline__ void advance(int units, const int* context_lens, const HeadGroups& groups) {
     left -= units;
     at.unit += units;
     while (left > 0 && at.unit >= segment_units()) {
       at.unit -= segment_units();
-      if (++at.segment < segments_per_seq) continue;
-      at.segment = 0;
-      context_len = __ldg(context_lens + ++at.seq);
+      if (++at.segment == groups.per_seq) {
+        at.segment = 0;
+        context_len = __ldg(context_lens + ++at.seq);
+      }
+      kv_head = groups.kv_head(at.segment);
     }
   }
 };
