@@ -9,7 +9,7 @@ import torch
 from engine_cases import check_clean, greedy
 
 from nanopd import LLM
-from nanopd.engine.runner import warm_up_lengths
+from nanopd.engine.runner import product_lengths, warm_up_lengths
 from nanopd.model import LoadedModel, load_model
 
 
@@ -38,8 +38,20 @@ def test_length_and_what_it_leaves_behind(
     seen = []
     forward = llm.model.forward
     monkeypatch.setattr(llm.model, "forward", lambda batch, *rest: (seen.append(batch), forward(batch, *rest))[1])
+    linear, products = llm.model.ops.linear, set()
+    monkeypatch.setattr(
+        llm.model.ops, "linear", lambda x, w, *a, **k: (products.add((*x.shape, len(w))), linear(x, w, *a, **k))[1]
+    )
     llm.kv_cache.tensor.fill_(float("nan"))
     llm.runner.warm_up()
+    config = llm.config
+    widths = [
+        (config.hidden_size, config.q_size + 2 * config.kv_size),
+        (config.q_size, config.hidden_size),
+        (config.hidden_size, 2 * config.intermediate_size),
+        (config.intermediate_size, config.hidden_size),
+    ]
+    assert {(n, *width) for n in product_lengths(expected) for width in widths} <= products
     whole = seen[0]
     assert whole.positions.tolist() == whole.slot_mapping.tolist() == list(range(expected))
     lengths = [batch.max_seqlen_q for batch in seen]
@@ -63,3 +75,10 @@ def test_lengths(most: int) -> None:
     lengths = warm_up_lengths(most)
     assert lengths[0] == most and lengths[-1] == min(most, 16) and len(set(lengths)) == len(lengths)
     assert all(shorter < longer <= 1.5 * shorter for longer, shorter in itertools.pairwise(lengths))
+
+
+@pytest.mark.parametrize("most", [1, 7, 8, 9, 100, 300, 2048, 8209])
+def test_lengths_of_products(most: int) -> None:
+    lengths = product_lengths(most)
+    assert lengths[-1] == most and lengths[0] == min(8, most) and len(set(lengths)) == len(lengths) < 60
+    assert all(0 < longer - shorter <= max(8, shorter / 8) for shorter, longer in itertools.pairwise(lengths))

@@ -274,6 +274,9 @@ class _NoModel:
     ) -> torch.Tensor:
         return self._logits[: batch.logits_rows.shape[0]]
 
+    def each_product(self, num_tokens: int) -> None:
+        pass
+
 
 def host_step_ms(batch_size: int, kv_len: int, *, temperature: float = 0.0, steps: int = 60) -> dict[str, float]:
     """What a decode step costs the host: an engine on the CPU whose model takes no time. Medians in ms.

@@ -38,6 +38,8 @@ class Model(Protocol):
         self, batch: ForwardBatch, kv_cache: KVCache, after_layer: AfterLayer | None = None
     ) -> Tensor: ...  # [R, vocab]
 
+    def each_product(self, num_tokens: int) -> None: ...
+
 
 @dataclass
 class StepLogits:
@@ -171,8 +173,9 @@ class ModelRunner:
 
         A kernel is loaded at its first launch, and the driver then waits until the device is idle, with everybody
         else: the first prompt of one worker would make the decodes of another one on the card wait to its end. Which
-        kernels a product or attention takes depends on the number of tokens, hence the many. The activations' memory,
-        too, is then taken before there is company.
+        kernels attention and products take depends on the number of tokens, hence the many; for products, of which a
+        step with decodes and a chunk may have any number, more than for the rest. The activations' memory, too, is
+        then taken before there is company.
         """
         slots = min(self.kv_cache.num_blocks, self.packer.max_blocks) * self.kv_cache.block_size
         most = min(self.packer.max_num_tokens, slots, self.max_model_len)
@@ -180,6 +183,8 @@ class ModelRunner:
             for num_tokens in warm_up_lengths(most):
                 for context_len in {num_tokens, most}:
                     logits = self.model.forward(self._end_of_prompt(num_tokens, context_len, slots), self.kv_cache)
+            for num_tokens in product_lengths(most):
+                self.model.each_product(num_tokens)
             self.kv_cache.tensor[:, :, : -(-most // self.kv_cache.block_size)].zero_()
             PendingStep(StepPlan(), greedy_tokens(logits), self.device).end()
 
@@ -275,6 +280,14 @@ class ModelRunner:
 def warm_up_lengths(most: int) -> list[int]:
     """``most``, and below it the powers of two and what lies halfway between them, from 16 on; longest first."""
     return sorted({most, *(n for k in range(4, most.bit_length()) for n in (2**k, 3 * 2 ** (k - 1)) if n < most)})[::-1]
+
+
+def product_lengths(most: int) -> list[int]:
+    """Numbers of tokens up to ``most``, an eighth apart and no closer than 8, in multiples of 8."""
+    lengths = [8]
+    while lengths[-1] < most:
+        lengths.append(lengths[-1] + max(8, lengths[-1] // 64 * 8))
+    return [min(length, most) for length in lengths]
 
 
 def sampling_batch(samplers: Sequence[Request], rows: Sequence[int], ahead: int = 0) -> SamplingBatch:

@@ -76,6 +76,13 @@ class Transformer:
 
     __call__ = forward
 
+    def each_product(self, num_tokens: int) -> None:
+        """Each matrix product of a layer once, for so many tokens: by their number a library picks its kernels."""
+        w = self.weights.layers[0]
+        for weight, bias in ((w.qkv, w.qkv_bias), (w.attn_out, None), (w.gate_up, None), (w.down, None)):
+            x = torch.zeros((num_tokens, weight.shape[1]), dtype=self.dtype, device=self.device)
+            self.ops.linear(x, weight, bias, out=x.new_empty(num_tokens, weight.shape[0]))
+
     def _layer(self, w: LayerWeights, step: _Step, k_cache: Tensor, v_cache: Tensor) -> None:
         """One layer: attention, then the MLP, each reading ``step.stream`` through a norm and adding to it."""
         s, ops, eps = step, step.ops, self.config.rms_norm_eps

@@ -3,7 +3,8 @@
     python -m nanopd.sim.fidelity         # against docs/results/nvidia-h200/one_card.json
 
 One number is not the profile's: ``host_s``, what planning, launching and bookkeeping take per step in a server that
-also has clients. It was set once, from the three lightest collocated runs, and is kept for all others.
+also has clients. It was set once, from the three lightest collocated runs of an earlier record (commit efc45a1), and is
+kept for all others.
 """
 
 from __future__ import annotations
