@@ -10,6 +10,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch
 
 from nanopd.ops.compiler import csrc_dir
 
-COMPILER = shutil.which("g++")
+COMPILER = shutil.which("g++") if sys.platform == "linux" else None  # a Mac's is clang, and has no ucontext
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 
 # Inline assembly by what stands in it, and what does the same here.

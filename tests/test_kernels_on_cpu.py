@@ -15,7 +15,7 @@ from torch import Tensor
 from nanopd.ops.attention import RINGS, Ring, tilings
 from nanopd.ops.reference import ReferenceOps
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs Linux and g++")
 BF16 = torch.bfloat16
 HEADS = [(8, 2), (9, 3), (4, 4), (34, 2)]  # 17 query heads share a key: more than a tile's 16 rows
 

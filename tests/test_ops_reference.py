@@ -273,6 +273,28 @@ def test_ops_around_a_linear_layer_are_their_parts(dtype: torch.dtype, tokens: i
             OPS.add_linear(wrong, x, weight)
 
 
+def test_linear_layers_refuse_what_does_not_fit() -> None:
+    x, norm, weight, total = torch.zeros(2, 96), torch.zeros(96), torch.zeros(64, 96), torch.zeros(2, 64)
+    for wrong, message in ((weight[:, :95], "weight"), (weight.double(), "weight is"), (weight[0], r"weight \(96,\)")):
+        with pytest.raises(UnsupportedShapeError, match=message):
+            OPS.linear(x, wrong)
+        with pytest.raises(UnsupportedShapeError, match=message):
+            OPS.norm_linear(x, norm, 1e-6, wrong)
+        with pytest.raises(UnsupportedShapeError, match=message):
+            OPS.norm_gated_linear(x, norm, 1e-6, wrong)
+    for wrong in (weight[:, :95], weight.double()):
+        with pytest.raises(UnsupportedShapeError, match="weight"):
+            OPS.add_linear(total, x, wrong)
+    for bias in (torch.zeros(1), torch.zeros(2, 64), torch.zeros(64).double(), torch.zeros(128)[::2]):
+        for op in (OPS.linear, lambda *args: OPS.norm_linear(args[0], norm, 1e-6, *args[1:])):
+            with pytest.raises(UnsupportedShapeError, match="bias is"):
+                op(x, weight, bias)
+    with pytest.raises(UnsupportedShapeError, match="gate_up"):
+        OPS.norm_gated_linear(x, norm, 1e-6, weight[:63])
+    with pytest.raises(UnsupportedShapeError, match="weight must have"):
+        OPS.norm_linear(x, norm[:95], 1e-6, weight)
+
+
 def test_given_outputs_of_another_shape_or_dtype_are_refused() -> None:
     x, weight = torch.zeros(4, 96), torch.zeros(96)
     for out in (torch.zeros(3, 96), torch.zeros(4, 96).half(), torch.zeros(96, 4).T):

@@ -17,6 +17,7 @@ class ForwardBatch:
     * sequence ``s`` owns rows ``cu_seqlens_q[s] : cu_seqlens_q[s + 1]`` of every [T, ...] tensor;
     * its tokens stand at positions ``context_lens[s] - q_len(s) ... context_lens[s] - 1``: a chunk attends to
       everything cached before it, and causally to itself;
+    * all tokens of a decode but the newest are in the cache before the step: they may be read while it stores others;
     * ``block_tables[s, p // block_size]`` holds position ``p``, for all ``p < context_lens[s]``. Entries past that
       are padding (0) and are never read.
 

@@ -21,9 +21,7 @@ from nanopd.ops.launch import Launch, no_launch
 from nanopd.ops.tensor_map import CacheMaps, has_tensor_maps
 
 SCALAR_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-HEAD_DIMS = (64, 96, 128, 256)
 WGMMA_ARCH = "sm_90a"  # Hopper; its instructions exist in no other architecture
-WGMMA_HEAD_DIMS = HEAD_DIMS
 
 DecodeKernel = Literal["naive", "warp", "split"]
 PrefillKernel = Literal["naive", "tiled", "split", "wgmma"]
@@ -90,7 +88,7 @@ class KernelVariant(NamedTuple):
 
 def variants(
     dtypes: Iterable[torch.dtype] = tuple(SCALAR_NAMES),
-    head_dims: Iterable[int] = HEAD_DIMS,
+    head_dims: Iterable[int] = checks.HEAD_DIMS,
     block_sizes: Iterable[int] = (16,),
 ) -> list[KernelVariant]:
     """Every kernel that ``PagedAttention`` can ask for with these dtypes, head dims and block sizes."""
@@ -117,7 +115,7 @@ def wgmma_variants(
 ) -> list[KernelVariant]:
     """As ``variants``: the kernels that are compiled for ``WGMMA_ARCH`` only."""
     name = "attention_prefill_wgmma"
-    formats = [(dtype, dim, size) for dtype in dtypes for dim in WGMMA_HEAD_DIMS for size in block_sizes]
+    formats = [(dtype, dim, size) for dtype in dtypes for dim in checks.HEAD_DIMS for size in block_sizes]
     return [KernelVariant(f"{name}.cu", name, _defines(*one)) for one in formats]
 
 
@@ -145,6 +143,8 @@ class PagedAttention:
         torch.cuda.current_stream(library.device).synchronize()  # other streams will use them
         self._counters: dict[int, Tensor] = {}  # by stream
         self._cache_maps = CacheMaps(self._device.index)
+        # Whether ``kernel="wgmma"`` can be asked for.
+        self.has_wgmma = f"{library.arch}a" == WGMMA_ARCH and has_tensor_maps()
 
     def decode(
         self,
@@ -272,14 +272,14 @@ class PagedAttention:
             naive = self._kernel("prefill_naive", q.dtype, k_cache)
             return naive.prepare((num_tokens, num_heads), head_dim, scale, *sizes)
         split = self._split_grid(q, k_cache, block_tables, max_seqlen_q)
-        if kernel is None and split.splits >= (4 if self.has_wgmma(head_dim) else 2):
+        if kernel is None and split.splits >= (4 if self.has_wgmma else 2):
             kernel = "split"
         if kernel == "split":
             return self._prefill_split(q, k_cache, max_blocks, scale, split)
         tiling = self._tiling(head_dim, num_heads * num_seqs, max_seqlen_q)
         if kernel is None:  # measured: with few queries or little to see, starting wgmma takes longer than it gains
             suits = max_seqlen_q > 64 and max_blocks * k_cache.shape[1] * head_dim >= 2**16
-            kernel = "wgmma" if suits and self.has_wgmma(head_dim) else "tiled"
+            kernel = "wgmma" if suits and self.has_wgmma else "tiled"
         if kernel == "wgmma":
             return self._prefill_wgmma(q, k_cache, num_seqs, max_blocks, max_seqlen_q, scale)
         tile_q, shared = tiled_shape(head_dim, *tiling)
@@ -295,9 +295,9 @@ class PagedAttention:
         self, q: Tensor, k_cache: Tensor, num_seqs: int, max_blocks: int, max_seqlen_q: int, scale: float
     ) -> Launch:
         num_tokens, num_heads, head_dim = q.shape
-        if not self.has_wgmma(head_dim):
-            limits = f"{WGMMA_ARCH}, head dimensions {WGMMA_HEAD_DIMS}, and a cuda-core that has tensor maps"
-            raise UnsupportedShapeError(f"wgmma: {limits}; this is {self._library.arch} and {head_dim}")
+        if not self.has_wgmma:
+            needs = f"{WGMMA_ARCH} and a cuda-core that has tensor maps"
+            raise UnsupportedShapeError(f"wgmma needs {needs}; this is {self._library.arch}")
         shape = wgmma_shape(head_dim)
         tiles = num_seqs + num_tokens // shape.queries  # at most
         tiles = min(tiles, num_seqs * _ceil_div(max_seqlen_q, shape.queries))
@@ -314,10 +314,6 @@ class PagedAttention:
             prepared(out, q, *maps.get(k_cache, v_cache, box_tokens), *indices, counters)
 
         return launch
-
-    def has_wgmma(self, head_dim: int) -> bool:
-        """Whether ``kernel="wgmma"`` can be asked for."""
-        return f"{self._library.arch}a" == WGMMA_ARCH and head_dim in WGMMA_HEAD_DIMS and has_tensor_maps()
 
     def _decode_split(self, q: Tensor, k_cache: Tensor, block_tables: Tensor, scale: float, overlap: bool) -> Launch:
         num_seqs, num_heads, head_dim = q.shape
@@ -385,7 +381,8 @@ class PagedAttention:
         return launch
 
     def _arrival_counters(self) -> Tensor:
-        """Zeros that every launch leaves as zeros. Launches that may overlap, those of two streams, need their own."""
+        """Zeros that every launch leaves as zeros. Those of one stream share them: also one that starts early touches
+        them only once all before it have ended. Another stream needs its own."""
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         counters = self._counters.get(stream)
         if counters is None:
@@ -437,8 +434,8 @@ class PagedAttention:
         """What these kernels ask for beyond ``nanopd.ops.checks``."""
         if q.dtype not in SCALAR_NAMES:
             raise UnsupportedShapeError(f"dtype {q.dtype}; the kernels take {' and '.join(SCALAR_NAMES.values())}")
-        if q.shape[2] not in HEAD_DIMS:
-            raise UnsupportedShapeError(f"head dimension {q.shape[2]}; the kernels are written for {HEAD_DIMS}")
+        if q.shape[2] not in checks.HEAD_DIMS:
+            raise UnsupportedShapeError(f"head dimension {q.shape[2]}; the kernels are written for {checks.HEAD_DIMS}")
         if not 0 < scale < math.inf:
             raise UnsupportedShapeError(f"scale {scale}; it must be positive and finite")
         for tensor in (out, q, k_cache, v_cache, *indices):

@@ -152,7 +152,7 @@ class KernelBenchmark:
         variants: dict[str, Callable[..., Tensor]] = {"reference": self.ops.paged_prefill_attention}
         if isinstance(self.ops, CudaOps):
             kernels: list[PrefillKernel] = ["tiled", "naive"] if naive else ["tiled"]
-            if self.ops.attention.has_wgmma(heads.dim):
+            if self.ops.attention.has_wgmma:
                 kernels.insert(0, "wgmma")
             variants = {kernel: partial(self.ops.attention.prefill, kernel=kernel) for kernel in kernels}
         dense = [self._dense(heads, 1, chunk, context) for _ in range(sets)]

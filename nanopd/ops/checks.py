@@ -172,9 +172,15 @@ def rms_norm(
     output(total, x.shape, x.dtype, "total")
 
 
-def linear(x: Tensor, weight: Tensor, out: Tensor | None) -> None:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> None:
+    if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        raise fail(f"x has shape {tuple(x.shape)}, weight {tuple(weight.shape)}; [tokens, K] and [N, K] are needed")
+    same_dtype("weight", weight, x.dtype)
+    size = weight.shape[0]
+    if bias is not None and (bias.shape != (size,) or bias.dtype is not x.dtype or not bias.is_contiguous()):
+        raise fail(f"bias is {bias.dtype} {tuple(bias.shape)}; contiguous {x.dtype} [{size}] is needed")
     if out is not None:
-        output(out, (x.shape[0], weight.shape[0]), x.dtype)
+        output(out, (x.shape[0], size), x.dtype)
 
 
 def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:

@@ -284,15 +284,16 @@ class CudaOps:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """A matrix product is cuBLAS's business; one token's is a stream through the weights, and gemv.cu's."""
-        checks.linear(x, weight, out)
         if _fits_gemv(x, weight):
             return self._gemv(x, weight, out, bias=bias)
+        checks.linear(x, weight, bias, out)
+        self._check_device(x, weight, bias, out)
         return torch_linear(x, weight, bias) if out is None else linear_into(out, x, weight, bias)
 
     def gated_linear(self, x: Tensor, gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
         if _fits_gemv(x, gate_up):
             return self._gemv(x, gate_up, out, gated=True)
-        return self.silu_mul(torch_linear(x, gate_up), out=out)
+        return self.silu_mul(self.linear(x, gate_up), out=out)
 
     def norm_linear(
         self,
@@ -319,6 +320,7 @@ class CudaOps:
         checks.output(total, (x.shape[0], weight.shape[0]), x.dtype, "total")
         if _fits_gemv(x, weight):
             return self._gemv(x, weight, total, residual=total)
+        self._check_device(total)
         return total.add_(self.linear(x, weight))
 
     def _gemv(
@@ -336,8 +338,10 @@ class CudaOps:
         num_rows, width = weight.shape
         scalar = self._check_scalar(x)
         self._check_device(weight, norm, bias, out)
-        if bias is not None and (bias.shape != (num_rows,) or bias.dtype is not x.dtype or not bias.is_contiguous()):
-            raise UnsupportedShapeError(f"bias is {bias.dtype} {tuple(bias.shape)}; {x.dtype} [{num_rows}] is needed")
+        if bias is not None:
+            checks.linear(x, weight, bias)
+        if gated and num_rows % 2:
+            raise UnsupportedShapeError(f"gate_up has {num_rows} rows; as many gates as ups are needed")
         shape = (1, num_rows // 2 if gated else num_rows)
         if out is None:
             out = torch.empty(shape, dtype=x.dtype, device=x.device)
@@ -422,16 +426,16 @@ def _head_group(head_dim: int) -> int:
 
 def _fits_gemv(x: Tensor, weight: Tensor, norm: Tensor | None = None) -> bool:
     """Whether this is one token and gemv.cu can stream the weights; other kernels take everything else."""
-    width = weight.shape[1]
     return (
-        x.shape == (1, width)
+        weight.dim() == 2
+        and x.shape == (1, weight.shape[1])
         and x.dtype in SCALARS
         and x.dtype is weight.dtype
         and weight.is_contiguous()
         and x.stride(1) == 1
-        and width % _VEC == 0
+        and weight.shape[1] % _VEC == 0
         and (x.data_ptr() | weight.data_ptr()) % 16 == 0
-        and (norm is None or _fits_gemv_norm(norm, width, x.dtype))
+        and (norm is None or _fits_gemv_norm(norm, weight.shape[1], x.dtype))
     )
 
 

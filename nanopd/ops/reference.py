@@ -186,7 +186,7 @@ class ReferenceOps:
         return q
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-        checks.linear(x, weight, out)
+        checks.linear(x, weight, bias, out)
         if x.dim() == 2 and 0 < x.shape[0] <= _FEW_ROWS and x.dtype is torch.float32 and x.device.type == "cpu":
             return _linear_of_few(x, weight, bias, out)
         return F.linear(x, weight, bias) if out is None else linear_into(out, x, weight, bias)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nanopd.ops.launch import ensure_context
@@ -36,7 +37,11 @@ class CacheMaps:
         self._maps: dict[tuple[object, ...], tuple[Any, Any]] = {}
 
     def get(self, k_cache: Tensor, v_cache: Tensor, box_tokens: int) -> tuple[Any, Any]:
-        """The maps of both caches, which have one shape; parameters for a kernel that runs in the current context."""
+        """The maps of both caches, which have one shape; parameters for a kernel that runs in the current context,
+        or in the device's primary one if another device is current."""
+        if torch.cuda.current_device() != self._index:  # the launch will switch to it, too
+            with torch.cuda.device(self._index):
+                return self.get(k_cache, v_cache, box_tokens)
         context = self._current_context()
         key = (context, k_cache.data_ptr(), v_cache.data_ptr(), k_cache.shape, box_tokens)
         found = self._maps.get(key)
@@ -59,7 +64,7 @@ class CacheMaps:
 def has_tensor_maps() -> bool:
     """Whether the installed cuda-core knows them."""
     try:
-        from cuda.core._tensor_map import TensorMapDescriptor  # noqa: F401
+        from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle  # noqa: F401
     except ImportError:
         return False
     return True

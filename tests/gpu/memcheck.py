@@ -19,7 +19,7 @@ def exercise(ops: CudaOps, dtype: torch.dtype, hq: int, hkv: int, d: int, block_
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda").to(dtype)
 
-    contexts, chunks = [1, 0, 37, 300], [1, 1, 19, 130]
+    contexts, chunks = [1, 0, 37, 700], [1, 1, 19, 130]  # long enough for split to divide the keys
     tokens = sum(chunks)
     tables, used = [], 0
     width = -(-max(contexts) // block_size)
@@ -45,7 +45,7 @@ def exercise(ops: CudaOps, dtype: torch.dtype, hq: int, hkv: int, d: int, block_
     rows = q[: len(contexts)]
     for kernel in ("naive", "warp", "split"):
         attention.decode(rows, k_cache, v_cache, block_tables, context_lens, 0.1, kernel=kernel)
-    for kernel in ("naive", "tiled", "wgmma") if attention.has_wgmma(d) else ("naive", "tiled"):
+    for kernel in ("naive", "tiled", "split", *(["wgmma"] if attention.has_wgmma else [])):
         attention.prefill(q, k_cache, v_cache, block_tables, starts, context_lens, max(chunks), 0.1, kernel=kernel)
 
     ids = torch.randperm(used, device="cuda")

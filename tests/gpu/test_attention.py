@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanopd.errors import UnsupportedShapeError
-from nanopd.ops import attention
+from nanopd.ops import attention, checks
 from nanopd.ops.attention import PagedAttention
 from nanopd.ops.compiler import KernelLibrary, csrc_dir
 
@@ -170,7 +170,7 @@ def run_decode(kernels: PagedAttention, problem: Problem, kernel: str) -> Tensor
 
 
 def run_prefill(kernels: PagedAttention, problem: Problem, kernel: str) -> Tensor:
-    if kernel == "wgmma" and not kernels.has_wgmma(problem.q.shape[2]):
+    if kernel == "wgmma" and not kernels.has_wgmma:
         pytest.skip("needs a Hopper GPU")
     out = torch.full(problem.q.shape, torch.nan, dtype=problem.q.dtype, device=problem.q.device)
     result = kernels.prefill(*problem.prefill_arguments, out=out, kernel=kernel)
@@ -474,7 +474,7 @@ def test_prefill_wgmma_on_any_number_of_blocks(library: KernelLibrary, num_sms: 
 def test_prefill_wgmma_launches_on_other_caches(kernels: PagedAttention) -> None:
     """A prepared launch takes tensors that are alike, such as another layer's caches."""
     first, second = (make_problem([300, 33], [200, 33], seed=seed) for seed in range(2))
-    if not kernels.has_wgmma(128):
+    if not kernels.has_wgmma:
         pytest.skip("needs a Hopper GPU")
     arguments = first.prefill_arguments
     launch = kernels.prepare_prefill(torch.empty_like(first.q), *arguments, kernel="wgmma")
@@ -487,7 +487,7 @@ def test_prefill_wgmma_launches_on_other_caches(kernels: PagedAttention) -> None
 def test_prefill_leaves_rows_past_the_last_sequence_alone(kernels: PagedAttention) -> None:
     problem = make_problem([20, 70], [20, 5])
     q = torch.cat([problem.q, problem.q[:9]])
-    for kernel in PREFILL_KERNELS if kernels.has_wgmma(128) else PREFILL_KERNELS[:3]:
+    for kernel in PREFILL_KERNELS if kernels.has_wgmma else PREFILL_KERNELS[:3]:
         out = torch.full_like(q, torch.nan)
         arguments = (problem.k_cache, problem.v_cache, problem.block_tables, problem.cu_seqlens_q)
         # A longest chunk larger than the real one only adds blocks that exit at once.
@@ -498,7 +498,7 @@ def test_prefill_leaves_rows_past_the_last_sequence_alone(kernels: PagedAttentio
 
 @pytest.mark.parametrize("kernel", PREFILL_KERNELS)
 def test_prefill_replays_in_a_graph_with_other_lengths(kernels: PagedAttention, kernel: str) -> None:
-    if kernel == "wgmma" and not kernels.has_wgmma(128):
+    if kernel == "wgmma" and not kernels.has_wgmma:
         pytest.skip("needs a Hopper GPU")
     before = make_problem([70, 5, 200], [70, 5, 25], heads=(8, 2), extra_blocks=50, seed=1)
     after = make_problem([10, 0, 400], [10, 1, 89], heads=(8, 2), extra_blocks=50, seed=2)
@@ -580,6 +580,7 @@ def test_host_constants_agree_with_the_sources() -> None:
     assert constant("attention_prefill_split.cu", "WARPS") == str(attention._SPLIT_THREADS // 32)
     assert constant("attention_prefill_split.cu", "TILE_ROWS") == "WARPS * 16"
     assert attention._SPLIT_THREADS // 32 * 16 == attention._SPLIT_ROWS
+    assert constant("attention_prefill_split.cu", "TILE_K") == "HEAD_DIM <= 128 ? 64 : 32"
     assert constant("attention_prefill_split.cu", "MAX_SPLITS") == str(attention._MAX_SPLITS)
     assert constant("attention_prefill_split.cu", "MIN_TILES") == str(attention._MIN_TILES)
     wgmma = "attention_prefill_wgmma.cu"
@@ -589,7 +590,7 @@ def test_host_constants_agree_with_the_sources() -> None:
     assert constant(wgmma, "TILE_K") == "HEAD_DIM <= 128 ? 128 : 64"
     assert constant(wgmma, "SLOTS") == "HEAD_DIM <= 128 ? 2 : 1"
     assert constant(wgmma, "STAGES") == str(attention._WGMMA_STAGES)
-    for head_dim in attention.WGMMA_HEAD_DIMS:
+    for head_dim in checks.HEAD_DIMS:
         groups = 3 if head_dim <= 64 else 2
         shape = attention.wgmma_shape(head_dim)
         assert (shape.queries, shape.threads) == (groups * 64, (groups + 1) * 128)
@@ -598,9 +599,8 @@ def test_host_constants_agree_with_the_sources() -> None:
 
 def test_shared_memory_fits_the_smallest_gpus() -> None:
     limit = 99 * 1024  # sm_86 and sm_89, static shared memory included
-    for head_dim in attention.HEAD_DIMS:
+    for head_dim in checks.HEAD_DIMS:
         assert all(attention.split_shape(head_dim, ring)[1] + 1024 <= limit for ring in attention.RINGS)
         for tiling in attention.tilings(head_dim)[:2]:
             assert attention.tiled_shape(head_dim, *tiling)[1] + 512 <= limit
-    for head_dim in attention.WGMMA_HEAD_DIMS:
         assert attention.wgmma_shape(head_dim).shared_bytes + 1024 <= 227 * 1024  # sm_90

@@ -301,6 +301,16 @@ def test_ops_around_a_linear_layer_refuse_other_shapes(ops: CudaOps) -> None:
     for total in (x, randn(2, 32, dtype=torch.bfloat16), randn(1, 32, dtype=torch.float16)):
         with pytest.raises(UnsupportedShapeError, match="total is"):
             ops.add_linear(total, x, weight)
+    for tokens in (1, 2):
+        rows = x.expand(tokens, -1).contiguous()
+        with pytest.raises(UnsupportedShapeError, match="gate_up"):
+            ops.norm_gated_linear(rows, weight[0], 1e-6, weight[:31])
+        with pytest.raises(UnsupportedShapeError, match="weight"):
+            ops.norm_linear(rows, weight[0], 1e-6, weight[:, :56])
+        with pytest.raises(UnsupportedShapeError, match="bias is"):
+            ops.norm_linear(rows, weight[0], 1e-6, weight, bias=weight[0, :1])
+        with pytest.raises(UnsupportedShapeError, match="cpu"):
+            ops.add_linear(torch.zeros(tokens, 32, dtype=torch.bfloat16), rows, weight)
     with pytest.raises(UnsupportedShapeError, match="cpu"):
         ops.norm_linear(x, weight[0].cpu(), 1e-6, weight)
 
@@ -617,3 +627,10 @@ def test_second_gpu_while_the_first_is_current() -> None:
     x = torch.randn(4, 64, device="cuda:1").bfloat16()
     assert torch.cuda.current_device() == 0
     assert_rounded(other.silu_mul(x), ReferenceOps().silu_mul(x.double()))
+    q, cache = (torch.randn(s, device="cuda:1").bfloat16() for s in ((100, 4, 64), (2, 7, 16, 2, 64)))
+    tables = torch.arange(7, dtype=torch.int32, device="cuda:1").unsqueeze(0)
+    starts, lens = (torch.tensor(x, dtype=torch.int32, device="cuda:1") for x in ([0, 100], [100]))
+    exact = ReferenceOps().paged_prefill_attention(q.double(), *cache.double(), tables, starts, lens, 100, 0.125)
+    for kernel in ("tiled", "wgmma") if other.attention.has_wgmma else ("tiled",):
+        got = other.attention.prefill(q, *cache, tables, starts, lens, 100, 0.125, kernel=kernel)
+        torch.testing.assert_close(got.double(), exact, rtol=2e-2, atol=2e-2)
