@@ -8,7 +8,6 @@
 // 64-bit, since a cache holds more than 2^31 elements.
 #pragma once
 
-typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -76,7 +75,6 @@ __device__ __forceinline__ void store16(void* p, uint4 v) { *reinterpret_cast<ui
 
 // For data touched exactly once (bulk copies, the KV cache): evict it from the caches first.
 __device__ __forceinline__ uint4 load16_streaming(const void* p) { return __ldcs(reinterpret_cast<const uint4*>(p)); }
-__device__ __forceinline__ void store16_streaming(void* p, uint4 v) { __stcs(reinterpret_cast<uint4*>(p), v); }
 
 // 8 values of a 16-bit type, widened to float32 and back.
 template <typename T> __device__ __forceinline__ void unpack8(uint4 v, float (&out)[8]) {

@@ -9,7 +9,7 @@ import torch
 from engine_cases import check_clean, greedy
 
 from nanopd import LLM
-from nanopd.engine.runner import product_lengths, warm_up_lengths
+from nanopd.engine.warm_up import product_lengths, prompt_lengths
 from nanopd.model import LoadedModel, load_model
 
 
@@ -72,7 +72,7 @@ def test_length_and_what_it_leaves_behind(
 
 @pytest.mark.parametrize("most", [1, 7, 15, 16, 17, 24, 31, 32, 100, 2048, 8209])
 def test_lengths(most: int) -> None:
-    lengths = warm_up_lengths(most)
+    lengths = prompt_lengths(most)
     assert lengths[0] == most and lengths[-1] == min(most, 16) and len(set(lengths)) == len(lengths)
     assert all(shorter < longer <= 1.5 * shorter for longer, shorter in itertools.pairwise(lengths))
 

@@ -39,7 +39,7 @@ NO_TORCH = (
 TORCH = (
     "nanopd.kv.cache",
     "nanopd.engine.runner", "nanopd.engine.sampler", "nanopd.engine.inputs", "nanopd.engine.cuda_graphs",
-    "nanopd.engine.pending",
+    "nanopd.engine.pending", "nanopd.engine.warm_up",
     "nanopd.engine.llm",
     "nanopd.engine.beam",
     "nanopd.engine.kv_budget", "nanopd.engine.benchmark", "nanopd.engine.benchmark_peer",

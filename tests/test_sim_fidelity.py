@@ -21,10 +21,10 @@ def runs():
 
 @pytest.mark.parametrize(("strategy", "rates"), [("chunked", ("12", "17")), ("partitions", ("22", "27", "32", "37"))])
 def test_simulated_latencies_are_near_measured_ones(runs, strategy: str, rates: tuple[str, ...]) -> None:
-    """Within 12 %, at the rates at which they are; the others stand in the record."""
-    for rate in rates:
-        errors = {name: runs[strategy][rate][f"{name}_error"] for name in PERCENTILES}
-        assert max(map(abs, errors.values())) <= 0.12, (strategy, rate, errors)
+    """Within 12 % at the rates that prose names; at the others within 60 %, since waiting magnifies each error."""
+    for rate, row in runs[strategy].items():
+        errors = {name: row[f"{name}_error"] for name in PERCENTILES}
+        assert max(map(abs, errors.values())) <= (0.12 if rate in rates else 0.60), (strategy, rate, errors)
 
 
 def test_the_record_of_the_comparison_is_this_comparison(runs) -> None:

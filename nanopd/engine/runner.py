@@ -23,6 +23,7 @@ from nanopd.engine.request import Request
 from nanopd.engine.run_ahead import StepAhead, plan_ahead
 from nanopd.engine.sampler import SamplingBatch, greedy_tokens, sample_tokens
 from nanopd.engine.uniforms import uniforms
+from nanopd.engine.warm_up import warm_up
 from nanopd.errors import ConfigError
 from nanopd.kv.cache import KVCache
 from nanopd.model.batch import ForwardBatch
@@ -168,24 +169,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compute prompts, and ends of prompts, of many lengths up to the longest step's. Their KV goes into the pool's
-        first blocks, which are zero afterwards: call it before they are in use.
-
-        A kernel is loaded at its first launch, and the driver then waits until the device is idle, with everybody
-        else: the first prompt of one worker would make the decodes of another one on the card wait to its end. Which
-        kernels attention and products take depends on the number of tokens, hence the many; for products, of which a
-        step with decodes and a chunk may have any number, more than for the rest. The activations' memory, too, is
-        then taken before there is company.
-        """
-        slots = min(self.kv_cache.num_blocks, self.packer.max_blocks) * self.kv_cache.block_size
-        most = min(self.packer.max_num_tokens, slots, self.max_model_len)
+        """See ``nanopd.engine.warm_up``: call it before the pool's first blocks are in use; they are zero then."""
+        most = min(self.packer.max_num_tokens, self.max_model_len)
         with self._on_device():
-            for num_tokens in warm_up_lengths(most):
-                for context_len in {num_tokens, most}:
-                    logits = self.model.forward(self._end_of_prompt(num_tokens, context_len, slots), self.kv_cache)
-            for num_tokens in product_lengths(most):
-                self.model.each_product(num_tokens)
-            self.kv_cache.tensor[:, :, : -(-most // self.kv_cache.block_size)].zero_()
+            logits = warm_up(self.model, self.kv_cache, most, self.packer.max_blocks)
             PendingStep(StepPlan(), greedy_tokens(logits), self.device).end()
 
     def close(self) -> None:
@@ -203,22 +190,6 @@ class ModelRunner:
         if self.stream is not None:
             return torch.cuda.stream(self.stream)
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-
-    def _end_of_prompt(self, num_tokens: int, context_len: int, slots: int) -> ForwardBatch:
-        """The last ``num_tokens`` of ``context_len``, in the pool's first ``slots`` slots."""
-        positions = torch.arange(context_len - num_tokens, context_len, device=self.device)
-        num_blocks = slots // self.kv_cache.block_size
-        return ForwardBatch(
-            token_ids=torch.zeros_like(positions),
-            positions=positions,
-            slot_mapping=positions,
-            cu_seqlens_q=torch.tensor([0, num_tokens], dtype=torch.int32, device=self.device),
-            context_lens=torch.tensor([context_len], dtype=torch.int32, device=self.device),
-            block_tables=torch.arange(num_blocks, dtype=torch.int32, device=self.device).unsqueeze(0),
-            logits_rows=torch.tensor([num_tokens - 1], device=self.device),
-            num_decodes=0,
-            max_seqlen_q=num_tokens,
-        )
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         pairs = torch.tensor(copies, dtype=torch.int64).T.contiguous()
@@ -275,19 +246,6 @@ class ModelRunner:
                 return tokens
             return tokens[torch.tensor(rows).to(self.device)]
         return sample_tokens(step.logits, sampling_batch(samplers, rows, ahead))
-
-
-def warm_up_lengths(most: int) -> list[int]:
-    """``most``, and below it the powers of two and what lies halfway between them, from 16 on; longest first."""
-    return sorted({most, *(n for k in range(4, most.bit_length()) for n in (2**k, 3 * 2 ** (k - 1)) if n < most)})[::-1]
-
-
-def product_lengths(most: int) -> list[int]:
-    """Numbers of tokens up to ``most``, an eighth apart and no closer than 8, in multiples of 8."""
-    lengths = [8]
-    while lengths[-1] < most:
-        lengths.append(lengths[-1] + max(8, lengths[-1] // 64 * 8))
-    return [min(length, most) for length in lengths]
 
 
 def sampling_batch(samplers: Sequence[Request], rows: Sequence[int], ahead: int = 0) -> SamplingBatch:

@@ -76,7 +76,7 @@ class AlikeOps(CudaOps):
         tensors = (q, k, v, q_norm, k_norm, positions, cos_sin, k_cache, v_cache, slot_mapping)
         launch = self._launches.get("norm_rope_store")
         if launch is None:
-            launch = self._launches["norm_rope_store"] = self.prepare_norm_rope_store(eps, *tensors)
+            launch = self._launches["norm_rope_store"] = self.prepare_norm_rope_store(eps, *tensors, overlap=True)
         launch(*tensors)
         return q
 

@@ -261,8 +261,13 @@ class CudaOps:
         positions: Tensor,
         cos_sin: Tensor,
         *cache: Tensor,
+        overlap: bool = False,
     ) -> Launch:
-        """To be launched with (q, k, v, q_norm, k_norm, positions, cos_sin, k_cache, v_cache, slot_mapping)."""
+        """To be launched with (q, k, v, q_norm, k_norm, positions, cos_sin, k_cache, v_cache, slot_mapping).
+
+        ``overlap``: see csrc/overlap.cuh. Only where a linear layer comes before it, and positions and slots before
+        that one.
+        """
         checks.norm_rope_store(q, k, v, q_norm, k_norm, positions, cos_sin, *cache)
         num_tokens, q_heads, head_dim = q.shape
         if num_tokens == 0:
@@ -280,7 +285,7 @@ class CudaOps:
             "norm_rope_store.cu", "norm_rope_store", SCALAR=scalar, HEAD_DIM=head_dim, GROUP=group, NORM=norm
         )
         grid = -(-num_tokens * (q_heads + 2 * kv_heads) * group // 128)
-        return kernel.prepare(grid, 128, num_tokens, q_heads, kv_heads, *strides, float(eps), overlap=True)
+        return kernel.prepare(grid, 128, num_tokens, q_heads, kv_heads, *strides, float(eps), overlap=overlap)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """A matrix product is cuBLAS's business; one token's is a stream through the weights, and gemv.cu's."""

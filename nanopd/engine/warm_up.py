@@ -1,0 +1,75 @@
+"""Warm-up: load every kernel that a runner may need, before it has company.
+
+A kernel is loaded at its first launch, and the driver then waits until the device is idle, with everybody else: the
+first prompt of one worker would make the decodes of another one on the card wait to its end. Which kernels attention
+and matrix products take depends on the number of tokens, hence many prompts, with and without a prefix; and for
+products, of which a step with decodes and a chunk may have any number, more than for the rest. The activations'
+memory, too, is then taken.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nanopd.kv.cache import KVCache
+from nanopd.model.batch import ForwardBatch
+
+
+class Model(Protocol):
+    """What a warm-up needs of a model."""
+
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor: ...
+
+    def each_product(self, num_tokens: int) -> None: ...
+
+
+def warm_up(model: Model, kv_cache: KVCache, most: int, max_blocks: int) -> Tensor:
+    """Compute prompts, and ends of prompts, of many lengths up to ``most`` tokens, on the current stream.
+
+    Args:
+        kv_cache: its first blocks are used, and zero afterwards: what was computed would look like somebody's tokens.
+        max_blocks: of one sequence's table.
+
+    Returns: the last one's logits, [1, vocab].
+    """
+    num_blocks = min(kv_cache.num_blocks, max_blocks)
+    most = min(most, num_blocks * kv_cache.block_size)
+    for num_tokens in prompt_lengths(most):
+        for context_len in {num_tokens, most}:
+            logits = model.forward(_end_of_prompt(num_tokens, context_len, num_blocks, kv_cache.device), kv_cache)
+    for num_tokens in product_lengths(most):
+        model.each_product(num_tokens)
+    kv_cache.tensor[:, :, : -(-most // kv_cache.block_size)].zero_()
+    return logits
+
+
+def prompt_lengths(most: int) -> list[int]:
+    """``most``, and below it the powers of two and what lies halfway between them, from 16 on; longest first."""
+    return sorted({most, *(n for k in range(4, most.bit_length()) for n in (2**k, 3 * 2 ** (k - 1)) if n < most)})[::-1]
+
+
+def product_lengths(most: int) -> list[int]:
+    """Numbers of tokens up to ``most``, an eighth apart and no closer than 8, in multiples of 8."""
+    lengths = [8]
+    while lengths[-1] < most:
+        lengths.append(lengths[-1] + max(8, lengths[-1] // 64 * 8))
+    return [min(length, most) for length in lengths]
+
+
+def _end_of_prompt(num_tokens: int, context_len: int, num_blocks: int, device: torch.device) -> ForwardBatch:
+    """The last ``num_tokens`` of ``context_len``, in the pool's first ``num_blocks`` blocks."""
+    positions = torch.arange(context_len - num_tokens, context_len, device=device)
+    return ForwardBatch(
+        token_ids=torch.zeros_like(positions),
+        positions=positions,
+        slot_mapping=positions,
+        cu_seqlens_q=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
+        context_lens=torch.tensor([context_len], dtype=torch.int32, device=device),
+        block_tables=torch.arange(num_blocks, dtype=torch.int32, device=device).unsqueeze(0),
+        logits_rows=torch.tensor([num_tokens - 1], device=device),
+        num_decodes=0,
+        max_seqlen_q=num_tokens,
+    )
