@@ -76,6 +76,7 @@ def test_fill(results: Path, expression: str, shown: str) -> None:
         (marker("card/cut.json#a:.2f", "1"), "cut.json is not JSON"),
         (marker("card/binary.json#a:.2f", "1"), "cannot read binary.json"),
         ("<!--r:card/step.json#a.b.0-->1<!--/r-->", "malformed"),
+        ("It takes\n<!--r:card/step.json#a.b.0:.2f-->1<!--/r--> ms.", "begins with a marker"),
         ("<!--r:card/step.json#a.b.0:.2f-->1", "malformed"),
         ("<!--r:card/step.json#a.b.0:.2f-->1 " + marker("card/step.json#a.b.0:.2f", "1"), "malformed"),
         ("<!-- r:card/step.json#a.b.0:.2f-->1<!--/r-->", "malformed"),

@@ -30,6 +30,7 @@ from nanopd.errors import CourseError
 
 MARKER = re.compile(r"(?<!`)<!--r:(?P<expression>[^>]*?):(?P<format>[^:>]*)-->(?P<value>.*?)<!--/r-->", re.DOTALL)
 _OPENING = re.compile(r"(?<!`)<!--\s*r\b")
+_AT_LINE_START = re.compile(r"^ {0,3}(<!--r:.{0,60})", re.MULTILINE)
 _OPERATORS: dict[str, Callable[[float, float], float]] = {
     "*": operator.mul,
     "/": operator.truediv,
@@ -47,7 +48,7 @@ def fill_values(text: str, results: Path, where: str = "text") -> str:
     """The text with every marked value computed from the JSON files under ``results``.
 
     Raises:
-        CourseError: a file or key does not exist, is no number, or the marker is malformed.
+        CourseError: a file or key does not exist, is no number, or the marker is malformed or begins a line.
     """
     if len(_OPENING.findall(text)) != len(MARKER.findall(text)):
         raise CourseError(f"{where}: malformed result marker; write <!--r:file.json#key:.2f-->value<!--/r-->")
@@ -60,7 +61,10 @@ def fill_values(text: str, results: Path, where: str = "text") -> str:
             raise CourseError(f"{where}: {match['expression']}: {error}") from None
         return f"<!--r:{match['expression']}:{match['format']}-->{shown}<!--/r-->"
 
-    return MARKER.sub(render, text)
+    filled = MARKER.sub(render, text)
+    if found := _AT_LINE_START.search(text):  # Markdown takes that for the start of a block, and ends the paragraph
+        raise CourseError(f"{where}: a line begins with a marker; begin it with a word: {found[1]}")
+    return filled
 
 
 def evaluate(expression: str, results: Path, where: str) -> Any:
