@@ -26,6 +26,7 @@ from nanopd.transfer.report import LinkReport
 from nanopd.transfer.same_device import SameDeviceLink
 from nanopd.transfer.shared_pool import SharedPoolLink
 
+Timed = tuple[int, float, float]  # bytes; seconds, see _send
 Builder = Callable[..., CacheLink]  # (source, destination, source_ops, destination_ops, **options)
 
 SHARED = SharedPoolLink.path
@@ -132,8 +133,10 @@ def probe_link(
             except (NanoPDError, RuntimeError) as error:  # torch says of a device what is wrong in the latter
                 why_not = f"{type(error).__name__}: {error}"
             else:
-                (gb_s, latency), (back_gb_s, _) = fit(there), fit(back)
-                return LinkReport(name, gb_s, back_gb_s, latency, True, tuple(there), tuple(tried))
+                points = [(size, moving) for size, moving, _ in there]
+                gb_s, back_gb_s = fit(points)[0], fit([(size, moving) for size, moving, _ in back])[0]
+                latency = max(0.0, min(wall - size / gb_s / 1e9 for size, _, wall in there))
+                return LinkReport(name, gb_s, back_gb_s, latency, True, tuple(points), tuple(tried))
         tried.append((name, why_not or ""))
     reasons = "; ".join(f"{name}: {why}" for name, why in tried)
     raise TransferError(f"no link from {source.device} to {destination.device} works ({reasons})")
@@ -180,8 +183,8 @@ def _try_both_ways(
     destination_ops: Ops,
     scratch_bytes: int,
     timeout: float,
-) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-    """(bytes, seconds) there and back. Raises TransferError if bytes change, LinkStalledError if they do not arrive."""
+) -> tuple[list[Timed], list[Timed]]:
+    """There and back. Raises TransferError if bytes change, LinkStalledError if they do not arrive."""
     num_blocks = min(max(scratch_bytes // source.bytes_per_block, 4), 256)
     near, far = (_scratch(cache, num_blocks) for cache in (source, destination))
     there = _try(build(near, far, source_ops, destination_ops), near, far, timeout)
@@ -189,14 +192,14 @@ def _try_both_ways(
     return there, back
 
 
-def _try(link: CacheLink, source: KVCache, destination: KVCache, timeout: float) -> list[tuple[int, float]]:
+def _try(link: CacheLink, source: KVCache, destination: KVCache, timeout: float) -> list[Timed]:
     """Move several sizes over ``link``, check every byte of both pools, and close it."""
     points, sent = [], _fill(source)
     with link:
         for handoff in _handoffs(source):
             destination.tensor.view(torch.uint8).fill_(BACKGROUND)
-            seconds = min(_send(link, handoff, timeout) for _ in range(3))
-            points.append((handoff.num_blocks * source.bytes_per_block, seconds))
+            moving, wall = map(min, zip(*(_send(link, handoff, timeout) for _ in range(3))))
+            points.append((handoff.num_blocks * source.bytes_per_block, moving, wall))
             _verify(link.path, handoff, source, destination, sent)
     return points
 
@@ -228,14 +231,19 @@ def _fill(cache: KVCache) -> torch.Tensor:
     return content
 
 
-def _send(link: CacheLink, handoff: Handoff, timeout: float) -> float:
-    """Seconds from the call of ``send`` until the data is there."""
+def _send(link: CacheLink, handoff: Handoff, timeout: float) -> tuple[float, float]:
+    """Seconds by the link's clock from first byte to last, and from the call of ``send`` until the host knows.
+
+    The rate is read off the first: within a device the bytes take microseconds, the host takes hundreds of them.
+    """
     begin = time.perf_counter()
     transfer = link.send(handoff)
     if not transfer.wait(timeout):
         transfer.cancel()
         raise LinkStalledError(f"{transfer.bytes:,} bytes over {link.path} did not arrive within {timeout:g} s")
-    return time.perf_counter() - begin
+    wall = time.perf_counter() - begin
+    assert transfer.seconds is not None
+    return transfer.seconds, wall
 
 
 def _verify(path: str, handoff: Handoff, source: KVCache, destination: KVCache, sent: torch.Tensor) -> None:

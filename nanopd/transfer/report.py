@@ -12,9 +12,9 @@ class LinkReport:
     path: str
     gb_s: float | None  # 1e9 bytes per second from source to destination; None: nothing has to move
     backward_gb_s: float | None  # from destination to source, over the same kind of path
-    latency_s: float  # what a transfer takes beyond its bytes over the bandwidth
+    latency_s: float  # what a transfer takes, until the host knows, beyond its bytes over the bandwidth
     verified: bool  # random bytes arrived unchanged, both ways, and nothing else was written
-    points: tuple[tuple[int, float], ...] = ()  # (bytes, seconds) forward
+    points: tuple[tuple[int, float], ...] = ()  # (bytes, seconds by the link's clock) forward
     tried: tuple[tuple[str, str], ...] = ()  # paths that come before this one, and why not
 
     def __str__(self) -> str:
