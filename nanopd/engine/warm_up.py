@@ -9,7 +9,7 @@ memory, too, is then taken.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,13 +17,8 @@ from torch import Tensor
 from nanopd.kv.cache import KVCache
 from nanopd.model.batch import ForwardBatch
 
-
-class Model(Protocol):
-    """What a warm-up needs of a model."""
-
-    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor: ...
-
-    def each_product(self, num_tokens: int) -> None: ...
+if TYPE_CHECKING:
+    from nanopd.engine.runner import Model
 
 
 def warm_up(model: Model, kv_cache: KVCache, most: int, max_blocks: int) -> Tensor:

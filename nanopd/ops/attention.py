@@ -20,7 +20,6 @@ from nanopd.ops.compiler import Kernel, KernelLibrary
 from nanopd.ops.launch import Launch, no_launch
 from nanopd.ops.tensor_map import CacheMaps, has_tensor_maps
 
-SCALAR_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 WGMMA_ARCH = "sm_90a"  # Hopper; its instructions exist in no other architecture
 
 DecodeKernel = Literal["naive", "warp", "split"]
@@ -87,7 +86,7 @@ class KernelVariant(NamedTuple):
 
 
 def variants(
-    dtypes: Iterable[torch.dtype] = tuple(SCALAR_NAMES),
+    dtypes: Iterable[torch.dtype] = tuple(checks.SCALARS),
     head_dims: Iterable[int] = checks.HEAD_DIMS,
     block_sizes: Iterable[int] = (16,),
 ) -> list[KernelVariant]:
@@ -111,7 +110,7 @@ def _with_macros(head_dim: int) -> list[tuple[str, Tiling | Ring]]:
 
 
 def wgmma_variants(
-    dtypes: Iterable[torch.dtype] = tuple(SCALAR_NAMES), block_sizes: Iterable[int] = (16,)
+    dtypes: Iterable[torch.dtype] = tuple(checks.SCALARS), block_sizes: Iterable[int] = (16,)
 ) -> list[KernelVariant]:
     """As ``variants``: the kernels that are compiled for ``WGMMA_ARCH`` only."""
     name = "attention_prefill_wgmma"
@@ -432,8 +431,8 @@ class PagedAttention:
         self, out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, indices: tuple[Tensor, ...]
     ) -> None:
         """What these kernels ask for beyond ``nanopd.ops.checks``."""
-        if q.dtype not in SCALAR_NAMES:
-            raise UnsupportedShapeError(f"dtype {q.dtype}; the kernels take {' and '.join(SCALAR_NAMES.values())}")
+        if q.dtype not in checks.SCALARS:
+            raise UnsupportedShapeError(f"dtype {q.dtype}; the kernels take {' and '.join(checks.SCALARS.values())}")
         if q.shape[2] not in checks.HEAD_DIMS:
             raise UnsupportedShapeError(f"head dimension {q.shape[2]}; the kernels are written for {checks.HEAD_DIMS}")
         if not 0 < scale < math.inf:
@@ -513,7 +512,7 @@ def wgmma_shape(head_dim: int) -> WgmmaShape:
 
 
 def _defines(dtype: torch.dtype, head_dim: int, block_size: int) -> dict[str, object]:
-    return {"SCALAR": SCALAR_NAMES[dtype], "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size}
+    return {"SCALAR": checks.SCALARS[dtype], "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size}
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from nanopd.errors import UnsupportedShapeError
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+SCALARS = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # dtypes that CUDA kernels take, by their name in csrc
 HEAD_DIMS = (64, 96, 128, 256)
 BLOCK_SIZE_MULTIPLE = 8
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, overload
 
@@ -19,7 +19,6 @@ from nanopd.ops.linear import linear_into
 if TYPE_CHECKING:
     from nanopd.ops.attention import PagedAttention
 
-SCALARS: Mapping[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 _VEC = 8  # 16-bit elements in 16 bytes
 _GEMV_ROWS, _GEMV_THREADS = 2, 256  # rows per warp of gemv.cu, and its block
@@ -388,7 +387,7 @@ class CudaOps:
         return kernel
 
     def _check_scalar(self, x: Tensor) -> str:
-        scalar = SCALARS.get(x.dtype)
+        scalar = checks.SCALARS.get(x.dtype)
         if scalar is None:
             raise UnsupportedShapeError(f"dtype {x.dtype} has no CUDA kernels; use torch.bfloat16 or torch.float16")
         if x.get_device() != self.device.index:
@@ -434,7 +433,7 @@ def _fits_gemv(x: Tensor, weight: Tensor, norm: Tensor | None = None) -> bool:
     return (
         weight.dim() == 2
         and x.shape == (1, weight.shape[1])
-        and x.dtype in SCALARS
+        and x.dtype in checks.SCALARS
         and x.dtype is weight.dtype
         and weight.is_contiguous()
         and x.stride(1) == 1
@@ -484,7 +483,7 @@ def variants() -> Iterator[tuple[str, str, dict[str, object]]]:
         yield "store_kv.cu", "store_kv", {"ROW_VECS": row_vecs}
         for function in ("copy_blocks", "transfer_blocks", "gather_blocks", "scatter_blocks"):
             yield "move_blocks.cu", function, {"BLOCK_VECS": 16 * row_vecs}
-    for scalar in SCALARS.values():
+    for scalar in checks.SCALARS.values():
         for row in (64, 96, 128, 256, 576, 896, 1024, 1536, 2048, 4096, 5120, 8192):
             threads, group = _norm_threads(row)
             shared = {"SCALAR": scalar, "ROW": row, "THREADS": threads, "GROUP": group}

@@ -315,6 +315,18 @@ def test_ops_around_a_linear_layer_refuse_other_shapes(ops: CudaOps) -> None:
         ops.norm_linear(x, weight[0].cpu(), 1e-6, weight)
 
 
+def assert_replays(chain: Callable[[Tensor], Tensor], start: Tensor, expected: Tensor) -> None:
+    """``chain(start)``, captured in a graph, gives the same bits at each of many replays."""
+    source, graph = start.clone(), torch.cuda.CUDAGraph()
+    chain(source)
+    with torch.cuda.graph(graph):
+        captured = chain(source)
+    for _ in range(50):
+        source.copy_(start)
+        graph.replay()
+        assert torch.equal(captured, expected)
+
+
 def test_a_step_of_one_token_sees_what_came_before(ops: CudaOps) -> None:
     """As below, for the ops that norm their input and add to their output."""
     width, eps = 1024, 1e-6
@@ -334,14 +346,7 @@ def test_a_step_of_one_token_sees_what_came_before(ops: CudaOps) -> None:
             after_each()
         return ops.norm_linear(total, norm, eps, qkv)
 
-    expected = chain(start.clone(), torch.cuda.synchronize)
-    source, graph = start.clone(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chain(source)
-    for _ in range(50):
-        source.copy_(start)
-        graph.replay()
-        assert torch.equal(captured, expected)
+    assert_replays(chain, start, chain(start.clone(), torch.cuda.synchronize))
 
 
 def test_overlapping_kernels_see_what_came_before(ops: CudaOps) -> None:
@@ -367,16 +372,7 @@ def test_overlapping_kernels_see_what_came_before(ops: CudaOps) -> None:
         torch.cuda.synchronize()
         x = ops.gated_linear(x, gate_up)
         torch.cuda.synchronize()
-    expected = x
-    graph = torch.cuda.CUDAGraph()
-    source = start.clone()
-    chain(source)
-    with torch.cuda.graph(graph):
-        captured = chain(source)
-    for _ in range(50):
-        source.copy_(start)
-        graph.replay()
-        assert torch.equal(captured, expected)
+    assert_replays(chain, start, x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
