@@ -13,7 +13,8 @@
 // * Early: if the kernel in front still runs (overlap.cuh), the first tiles are fetched all the same, unless they hold the
 //   newest token of a sequence, which that kernel stores.
 //
-// Macros beyond those of attention_common.cuh: STAGES, 3 or 2, chosen by the host. With 2, three blocks fit an SM.
+// Macros beyond those of attention_common.cuh: STAGES, 3 or 2, chosen by the host. With 2, three blocks fit an SM of 228 KB:
+// more warps, each of which waits more often.
 #include "attention_merge.cuh"
 #include "attention_mma.cuh"
 #include "attention_softmax.cuh"

@@ -10,12 +10,14 @@
 // a captured CUDA graph stays right when context lengths change. A part may meet several segments, a segment several
 // parts; the pieces of a segment are merged by the block that finishes last (attention_merge.cuh).
 //
-// A border inside of a part costs time, so some blocks get no part if contexts of equal length are then cut where they end.
+// A border inside of a part costs time. So contexts of equal length are cut where they end, with fewer and longer parts,
+// where those cost less.
 #pragma once
 #include "common.cuh"
 
 constexpr int UNIT = HEAD_DIM <= 64 ? 32 : 16;  // tokens: one tile of a warp
 constexpr int MIN_UNITS = 4;   // smallest part worth a block: below it fetching costs less than merging
+constexpr float BORDER_UNITS = 24.f;  // what a border costs: a pipeline drained, partial sums written, and merged
 constexpr int MAX_GROUP = 16;  // query heads handled together: rows of the tensor core's tile
 
 __device__ __forceinline__ int num_units(int context_len) { return (context_len + UNIT - 1) / UNIT; }
@@ -46,30 +48,34 @@ struct Plan {
   __device__ __forceinline__ int part_of(i64 unit) const { return (int)(((unit + 1) * parts - 1) / total); }
 };
 
-// How many parts, of at most `max_parts`, suit this many segments if they are equally long: a multiple of their number, or
-// one that divides it. `max_parts` itself if that would leave more than a tenth of the blocks without work.
+// How many parts, of at most `max_parts`, cut equally long segments only where they end: a multiple of their number, or one
+// that divides it. 0 if there is none to be found at once.
 __device__ __forceinline__ int aligned_parts(int segments, int max_parts) {
-  int parts = max_parts / segments * segments;
-  if (parts == 0) {  // several segments to a part
-    const int each = (segments + max_parts - 1) / max_parts;
-    if (segments % each == 0) parts = segments / each;
-  }
-  return parts * 10 >= max_parts * 9 ? parts : max_parts;
+  if (segments <= max_parts) return max_parts / segments * segments;
+  const int each = (segments + max_parts - 1) / max_parts;  // several segments to a part
+  return segments % each == 0 ? segments / each : 0;
 }
 
 // Every warp makes the plan for itself, with no barrier; all its lanes get the result.
 __device__ __forceinline__ Plan make_plan(const int* context_lens, int num_seqs, int segments_per_seq, int max_parts) {
-  int units = 0, seqs = 0;  // empty sequences do not count
+  int units = 0, seqs = 0, longest = 0;  // empty sequences do not count
   for (int i = threadIdx.x % WARP; i < num_seqs; i += WARP) {
     const int own = num_units(__ldg(context_lens + i));
     units += own;
     seqs += own > 0;
+    longest = max(longest, own);
   }
-  Plan plan;
-  plan.total = (i64)__reduce_add_sync(FULL_MASK, units) * segments_per_seq;
+  units = __reduce_add_sync(FULL_MASK, units);
   seqs = __reduce_add_sync(FULL_MASK, seqs);
+  const bool equal = units == seqs * __reduce_max_sync(FULL_MASK, longest);
+  Plan plan;
+  plan.total = (i64)units * segments_per_seq;
   const i64 useful = (plan.total + MIN_UNITS - 1) / MIN_UNITS;
-  plan.parts = useful < max_parts ? (int)useful : aligned_parts(seqs * segments_per_seq, max_parts);
+  plan.parts = (int)min(useful, (i64)max_parts);
+  if (equal && useful >= max_parts) {  // fewer and longer parts, or a border in most of them?
+    const int aligned = aligned_parts(seqs * segments_per_seq, max_parts);
+    if (aligned > 0 && __fdividef(plan.total, aligned) <= __fdividef(plan.total, max_parts) + BORDER_UNITS) plan.parts = aligned;
+  }
   return plan;
 }
 

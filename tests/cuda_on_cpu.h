@@ -151,6 +151,10 @@ inline int __reduce_add_sync(unsigned, int value) {
   for (int other : all_lanes(value)) sum += other;
   return sum;
 }
+inline int __reduce_max_sync(unsigned, int value) {
+  const auto lanes = all_lanes(value);
+  return *std::max_element(lanes.begin(), lanes.end());
+}
 inline unsigned atomicInc(unsigned* address, unsigned limit) {
   const unsigned old = *address;
   *address = old >= limit ? 0 : old + 1;
@@ -165,6 +169,7 @@ template <typename T> T __ldcs(const T* p) { return *p; }
 template <typename T> void __stcs(T* p, T value) { *p = value; }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
+inline float __fdividef(float x, float y) { return x / y; }
 inline float __uint_as_float(unsigned bits) {
   float x;
   std::memcpy(&x, &bits, 4);

@@ -83,7 +83,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
 
 
-def decode_split(kernel: CpuKernel, p: Problem, parts: int) -> Tensor:
+def decode_split(kernel: CpuKernel, p: Problem, parts: int) -> tuple[Tensor, bool]:
+    """The result, and whether some segment was cut."""
     num_seqs, num_heads, head_dim = p.q.shape
     out, counters = torch.full_like(p.q, math.nan), torch.zeros(parts, dtype=torch.int32)
     pieces = torch.full((2 * parts, 16, head_dim), math.nan), torch.full((2 * parts, 16), math.nan)
@@ -91,7 +92,7 @@ def decode_split(kernel: CpuKernel, p: Problem, parts: int) -> Tensor:
     inputs = (p.q, p.k_cache, p.v_cache, p.tables, p.lens)
     kernel((parts,), 128 if head_dim <= 128 else 64, out, *pieces, counters, *inputs, p.scale, *sizes)
     assert not counters.any(), "the next launch finds zeros"
-    return out
+    return out, not bool(pieces[0].isnan().all())
 
 
 @pytest.mark.parametrize("ring", RINGS)
@@ -102,15 +103,33 @@ def test_split_decode(folder: Path, head_dim: int, block_size: int, ring: Ring) 
     for heads in HEADS:
         for contexts in ([1], [300], [17, 0, 64, 1, 33], [96] * 4, [0, 0]):
             p = problem(contexts, heads=heads, sharpness=draw.choice([1.0, 8.0]), **shape)
-            assert_close(decode_split(kernel, p, draw.randint(1, 14)), p, decode=True)
+            assert_close(decode_split(kernel, p, draw.randint(1, 14))[0], p, decode=True)
 
 
 def test_split_decode_cut_anywhere(folder: Path) -> None:
     kernel = CpuKernel("attention_decode_split", folder, HEAD_DIM=64, BLOCK_SIZE=16, STAGES=3)
     p = problem([160, 0, 96, 33], heads=(6, 3))
-    outs = [decode_split(kernel, p, parts) for parts in range(1, 30)]
-    for out in outs:
+    for parts in range(1, 30):
+        assert_close(decode_split(kernel, p, parts)[0], p, decode=True)
+
+
+def test_equal_contexts_are_cut_at_their_ends_where_that_pays(folder: Path) -> None:
+    kernel = CpuKernel("attention_decode_split", folder, HEAD_DIM=64, BLOCK_SIZE=16, STAGES=3)
+    few, many = 10 * 32, 60 * 32  # tokens: 10 and 60 units
+    for contexts, parts, cut in (
+        ([few] * 4, 15, False),  # 8 parts of 10 units, not 15 of 5 or 6 with a border in most of them
+        ([few] * 3 + [few - 32], 15, True),  # not equal
+        ([few] * 4, 5, False),  # 4 parts, each of two segments
+        ([few] * 3, 5, False),
+        ([few] * 5, 4, True),  # 10 segments, at least 3 to a part: they do not come out even
+        ([many] * 4, 15, True),  # parts of 60 units instead of 32 would cost more than a border
+        ([many] * 4, 9, False),
+        ([many, 0, many, many, 0, many], 9, False),
+    ):
+        p = problem(contexts, heads=(8, 2))
+        out, was_cut = decode_split(kernel, p, parts)
         assert_close(out, p, decode=True)
+        assert was_cut == cut, (contexts, parts)
 
 
 @pytest.mark.parametrize(("name", "threads"), [("naive", 64), ("warp", 256)])

@@ -134,6 +134,7 @@ class PagedAttention:
         self._kernels: dict[tuple[object, ...], Kernel] = {}  # by fewer fields than the library's, so faster to find
         properties: Any = torch.cuda.get_device_properties(library.device)
         self.num_sms = num_sms or properties.multi_processor_count
+        self._is_whole = self.num_sms == properties.multi_processor_count
         self._shared_bytes_per_sm = properties.shared_memory_per_multiprocessor
         self._shared_bytes_per_block = properties.shared_memory_per_block_optin
         # Zeroed here, outside of any capture: inside one, clearing them would become part of every replay.
@@ -318,7 +319,7 @@ class PagedAttention:
         num_seqs, num_heads, head_dim = q.shape
         num_kv_heads, max_blocks = k_cache.shape[2], block_tables.shape[1]
         segments = num_seqs * num_kv_heads * _ceil_div(num_heads // num_kv_heads, _MAX_GROUP)
-        split, threads, shared, room = self._decode_ring(q.dtype, k_cache, segments)
+        kernel, threads, shared, room = self._decode_ring(q.dtype, k_cache, segments)
         most_work = segments * _ceil_div(max_blocks * k_cache.shape[1], unit_tokens(head_dim))
         parts = max(1, min(room, _ceil_div(most_work, _MIN_UNITS)))
 
@@ -330,7 +331,7 @@ class PagedAttention:
         partial_lse = workspace[pieces * head_dim :]
         counters = self._arrival_counters()
         sizes = (q.stride(0), max_blocks, num_seqs, num_heads, num_kv_heads)
-        prepared = split.prepare(parts, threads, scale, *sizes, shared=shared, overlap=overlap)
+        prepared = kernel.prepare(parts, threads, scale, *sizes, shared=shared, overlap=overlap)
 
         def launch(out: Tensor, *inputs: Tensor) -> None:
             prepared(out, workspace, partial_lse, counters, *inputs)
@@ -338,20 +339,19 @@ class PagedAttention:
         return launch
 
     def _decode_ring(self, dtype: torch.dtype, k_cache: Tensor, segments: int) -> tuple[Kernel, int, int, int]:
-        """Decode's kernel, its threads, its shared memory, and how many of its blocks the GPU has room for.
+        """Decode's kernel, its threads, its shared memory, and how many of its blocks there is room for.
 
-        Three slots in the ring are a little faster than two, but borders of parts inside of segments cost more. So two,
-        if with the blocks that then fit equally long segments are cut at their ends, and otherwise not.
+        On the whole GPU memory sets the pace, and three slots in the ring, with fewer blocks, read a little faster if
+        equally long segments are then cut at their ends: borders of parts inside of segments cost more than slots
+        gain. In a partition the SMs do, and they read faster with more warps: two slots.
         """
-        found = []
         for ring in RINGS:
             kernel = self._kernel("decode_split", dtype, k_cache, ring)
             warps, shared = split_shape(k_cache.shape[3], ring)
             room = self.num_sms * self._blocks_per_sm(kernel, warps * 32, shared)
-            found.append((kernel, warps * 32, shared, room))
-            if is_aligned(segments, room):
-                return found[-1]
-        return found[0]
+            if self._is_whole and is_aligned(segments, room):
+                break
+        return kernel, warps * 32, shared, room
 
     def _split_grid(self, q: Tensor, k_cache: Tensor, block_tables: Tensor, max_seqlen_q: int) -> SplitGrid:
         num_tokens, num_heads, head_dim = q.shape
@@ -454,7 +454,10 @@ def split_shape(head_dim: int, ring: Ring) -> tuple[int, int]:
 
 
 def is_aligned(segments: int, room: int) -> bool:
-    """Whether attention_plan.cuh cuts equally long segments into parts that end where they do, for ``room`` parts."""
+    """Whether nine tenths of ``room`` parts, or more, can end where equally long segments do.
+
+    ``aligned_parts`` of attention_plan.cuh finds such a division on the device.
+    """
     parts = room // segments * segments
     each = _ceil_div(segments, room)
     if parts == 0 and segments % each == 0:
