@@ -40,6 +40,7 @@ from nanopd.ops.ceilings import Ceilings, measure_ceilings
 from nanopd.ops.reference import ReferenceOps
 
 BLOCK_SIZE = 16
+PAUSE = 0.5  # seconds after which a GPU's clock is back where it was
 
 
 @dataclass(frozen=True)
@@ -190,23 +191,16 @@ def decode_steps(llm: LLM, batch_size: int, kv_len: int, steps: int, ceilings: C
 def prefill_step(llm: LLM, num_tokens: int, ceilings: Ceilings, repeats: int = 7) -> dict[str, float]:
     """One engine step that computes a whole prompt and samples its first token. Median over new random prompts.
 
-    A GPU under load lowers its clock to keep to its power limit, so the rate of a short burst of matrix products
-    (``ceilings``) is out of reach for long work. ``sustained_matmul_tflop_s`` is the same product's rate measured in
-    turns with the prompts, for about as long each time.
+    A GPU under load lowers its clock to keep to its power limit. So a step's rate says little beside that of a product
+    measured in another state, and there are two comparisons, each of a step and a large square product that lasts
+    about as long: ``sustained``, the two taking turns without a pause; and ``rested``, each after a pause.
+    ``linear_of_matmul`` is the sustained step over a short burst of products (``ceilings``).
     """
-    rng = random.Random(0)
-    walls, rates = [], []
-    for i in range(repeats + 1):
-        prompt = [rng.randrange(llm.config.vocab_size) for _ in range(num_tokens)]
-        llm.engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
-        begin = time.perf_counter()
-        (output,) = llm.engine.step()
-        if i > 0:  # the first one may compile
-            walls.append((time.perf_counter() - begin) * 1e3)
-            rates.append(_matmul_tflop_s(llm, walls[-1]))
-        assert output.finished
-    step_ms = statistics.median(walls)
-    sustained = statistics.median(rates)
+    _prefill_ms(llm, num_tokens, seed=-1)  # the first one may compile
+    walls, rates = _in_turns(llm, num_tokens, repeats, pause=0.0)
+    rested_walls, rested_rates = _in_turns(llm, num_tokens, repeats // 2, pause=PAUSE)
+    step_ms, rested_ms = statistics.median(walls), statistics.median(rested_walls)
+    sustained, rested = statistics.median(rates), statistics.median(rested_rates)
     linear, attention = prefill_flops(llm.config, num_tokens)
     floor_ms = (linear + attention) / ceilings.matmul_tflop_s / 1e9
     return {
@@ -218,6 +212,9 @@ def prefill_step(llm: LLM, num_tokens: int, ceilings: Ceilings, repeats: int = 7
         "linear_of_matmul": linear / step_ms / 1e9 / ceilings.matmul_tflop_s,
         "sustained_matmul_tflop_s": sustained,
         "linear_of_sustained_matmul": linear / step_ms / 1e9 / sustained,
+        "rested_step_ms": rested_ms,
+        "rested_matmul_tflop_s": rested,
+        "linear_of_rested_matmul": linear / rested_ms / 1e9 / rested,
         "tokens_per_s": num_tokens / step_ms * 1e3,
     }
 
@@ -379,6 +376,28 @@ def _timed_step(llm: LLM) -> tuple[float, ...]:
     llm.engine.finish_step(plan, tokens)
     marks.append(clock())
     return tuple((b - a) * 1e3 for a, b in itertools.pairwise(marks))
+
+
+def _in_turns(llm: LLM, num_tokens: int, repeats: int, pause: float) -> tuple[list[float], list[float]]:
+    """Prompts, in ms, and after each a product's rate in TFLOP/s. ``pause``: seconds before each of the two."""
+    walls, rates = [], []
+    for i in range(max(1, repeats)):
+        time.sleep(pause)
+        walls.append(_prefill_ms(llm, num_tokens, seed=i))
+        time.sleep(pause)
+        rates.append(_matmul_tflop_s(llm, walls[-1]))
+    return walls, rates
+
+
+def _prefill_ms(llm: LLM, num_tokens: int, seed: int) -> float:
+    """The step of one random prompt."""
+    rng = random.Random(seed)
+    prompt = [rng.randrange(llm.config.vocab_size) for _ in range(num_tokens)]
+    llm.engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    begin = time.perf_counter()
+    (output,) = llm.engine.step()
+    assert output.finished
+    return (time.perf_counter() - begin) * 1e3
 
 
 def _gpu_ms(run: Callable[[], None], repeats: int) -> float:
