@@ -19,12 +19,26 @@ def runs():
     return compare_with_record(measured["values"], preset("h200"))
 
 
-@pytest.mark.parametrize(("strategy", "rates"), [("chunked", ("12", "17")), ("partitions", ("22", "27", "32", "37"))])
-def test_simulated_latencies_are_near_measured_ones(runs, strategy: str, rates: tuple[str, ...]) -> None:
-    """Within 12 % at the rates that prose names; at the others within 60 %, since waiting magnifies each error."""
+# rate -> how far a median or 90th percentile may be off: docs/en/simulator.md and notebook 10 say these
+NAMED = {
+    "chunked": {"12": 0.06, "17": 0.17, "22": 0.17},
+    "partitions": {"12": 0.16, "17": 0.15, "22": 0.13, "27": 0.13, "32": 0.13, "37": 0.13},
+}
+WITHOUT_TPOT = {"22": 0.11, "27": 0.06, "32": 0.06, "37": 0.06}  # TTFT and E2E alone, in partitions
+UNNAMED = 0.50  # close to what chunks can do, waiting magnifies each error
+
+
+@pytest.mark.parametrize("strategy", NAMED)
+def test_simulated_latencies_are_near_measured_ones(runs, strategy: str) -> None:
     for rate, row in runs[strategy].items():
         errors = {name: row[f"{name}_error"] for name in PERCENTILES}
-        assert max(map(abs, errors.values())) <= (0.12 if rate in rates else 0.60), (strategy, rate, errors)
+        assert max(map(abs, errors.values())) <= NAMED[strategy].get(rate, UNNAMED), (strategy, rate, errors)
+
+
+def test_beyond_the_limit_of_partitions_the_queue_hides_the_error(runs) -> None:
+    for rate, bound in WITHOUT_TPOT.items():
+        errors = {name: runs["partitions"][rate][f"{name}_error"] for name in PERCENTILES if "tpot" not in name}
+        assert max(map(abs, errors.values())) <= bound, (rate, errors)
 
 
 def test_the_record_of_the_comparison_is_this_comparison(runs) -> None:
