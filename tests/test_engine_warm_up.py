@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from engine_cases import check_clean, greedy
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanopd import LLM
+from nanopd import LLM, SamplingParams
 from nanopd.engine.warm_up import product_lengths, prompt_lengths
 from nanopd.model import LoadedModel, load_model
 
@@ -82,3 +84,47 @@ def test_lengths_of_products(most: int) -> None:
     lengths = product_lengths(most)
     assert lengths[-1] == most and lengths[0] == min(8, most) and len(set(lengths)) == len(lengths) < 60
     assert all(0 < longer - shorter <= max(8, shorter / 8) for shorter, longer in itertools.pairwise(lengths))
+
+
+class Operations(TorchDispatchMode):
+    """Which operations torch carries out; on a GPU each brings kernels that are loaded at their first use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_sampling_uses_nothing_that_the_warm_up_did_not_use(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(tiny, num_blocks=40, max_num_seqs=8, use_tqdm=False)
+    with Operations() as warm:
+        llm.runner.warm_up()
+    served, sample = Operations(), llm.runner._sample
+
+    def watched(*args: Any) -> torch.Tensor:
+        with served:
+            return sample(*args)
+
+    monkeypatch.setattr(llm.runner, "_sample", watched)
+    ways = [
+        greedy(4),
+        SamplingParams(temperature=0.7, max_tokens=4, seed=1),
+        SamplingParams(temperature=1.0, top_k=3, max_tokens=4, seed=2),
+        SamplingParams(temperature=1.0, top_p=0.6, max_tokens=4, seed=3, n=2),
+    ]
+    for some in (ways[:1], ways[1:2], ways[2:3], ways):
+        llm.generate([[3, 4, 5]] * len(some), some, use_tqdm=False)
+        assert {name for name in served.names - warm.names if not name.startswith("aten.view")} == set()
+    assert "aten.cumsum.default" in served.names
+
+
+def test_blocks_are_copied_once(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their kernel is needed when a sequence first writes to a block that it shares, which may be much later."""
+    llm = LLM(tiny, num_blocks=40, use_tqdm=False)
+    copied = []
+    monkeypatch.setattr(llm.runner.ops, "copy_blocks", lambda *args: copied.append(args[1:]))
+    llm.runner.warm_up()
+    assert [(src.tolist(), dst.tolist()) for src, dst in copied] == [([0], [0])]

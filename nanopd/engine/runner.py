@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nanopd.engine.cuda_graphs import DecodeGraphs
+from nanopd.engine.heap import settle_heap
 from nanopd.engine.inputs import InputPacker
 from nanopd.engine.pending import PendingStep
 from nanopd.engine.plan import StepPlan
@@ -23,7 +24,7 @@ from nanopd.engine.request import Request
 from nanopd.engine.run_ahead import StepAhead, plan_ahead
 from nanopd.engine.sampler import SamplingBatch, greedy_tokens, sample_tokens
 from nanopd.engine.uniforms import uniforms
-from nanopd.engine.warm_up import warm_up
+from nanopd.engine.warm_up import sample_every_way, warm_up
 from nanopd.errors import ConfigError
 from nanopd.kv.cache import KVCache
 from nanopd.model.batch import ForwardBatch
@@ -156,16 +157,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self, use_tqdm: bool = False) -> None:
-        """On a GPU, do now what would stall the first steps: compute a prompt (see ``warm_up``), capture all graphs."""
-        if self.device.type == "cuda":
-            self.warm_up()
-        if self.graphs is None:
+        """On a GPU, do now what would stall steps: ``warm_up``, capture all graphs, settle the heap."""
+        if self.device.type != "cuda":
             return
-        from tqdm.auto import tqdm
+        self.warm_up()
+        if self.graphs is not None:
+            from tqdm.auto import tqdm
 
-        with self._on_device(), tqdm(self.graphs.missing, "Capturing CUDA graphs", disable=not use_tqdm) as sizes:
-            for size in sizes:
-                self.graphs.capture(size)
+            with self._on_device(), tqdm(self.graphs.missing, "Capturing CUDA graphs", disable=not use_tqdm) as sizes:
+                for size in sizes:
+                    self.graphs.capture(size)
+        settle_heap()
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -173,7 +175,8 @@ class ModelRunner:
         most = min(self.packer.max_num_tokens, self.max_model_len)
         with self._on_device():
             logits = warm_up(self.model, self.kv_cache, most, self.packer.max_blocks)
-            PendingStep(StepPlan(), greedy_tokens(logits), self.device).end()
+            self._copy_blocks([(0, 0)])
+            PendingStep(StepPlan(), sample_every_way(logits), self.device).end()
 
     def close(self) -> None:
         """Drop the CUDA graphs, and the references to model and KV cache. The runner is of no use after this."""

@@ -4,16 +4,18 @@ A kernel is loaded at its first launch, and the driver then waits until the devi
 first prompt of one worker would make the decodes of another one on the card wait to its end. Which kernels attention
 and matrix products take depends on the number of tokens, hence many prompts, with and without a prefix; and for
 products, of which a step with decodes and a chunk may have any number, more than for the rest. The activations'
-memory, too, is then taken.
+memory, too, is then taken. Sampling has kernels of its own, a set for each way to do it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from nanopd.engine.sampler import SamplingBatch, greedy_tokens, sample_tokens
 from nanopd.kv.cache import KVCache
 from nanopd.model.batch import ForwardBatch
 
@@ -39,6 +41,23 @@ def warm_up(model: Model, kv_cache: KVCache, most: int, max_blocks: int) -> Tens
         model.each_product(num_tokens)
     kv_cache.tensor[:, :, : -(-most // kv_cache.block_size)].zero_()
     return logits
+
+
+def sample_every_way(logits: Tensor) -> Tensor:
+    """Greedy, by temperature, and filtered, alone and together: torch loads each of its kernels at their first use too.
+
+    Args:
+        logits: [R, vocab].
+
+    Returns: some tokens, [N] int64.
+    """
+    greedy, plain, filtered = (0.0, 0, 1.0), (1.0, 0, 1.0), (1.0, 2, 0.5)
+    for ways in ((plain,), (filtered,), (greedy, plain, filtered)):
+        temperature, top_k, top_p = map(np.array, zip(*ways))
+        zeros = np.zeros(len(ways))
+        tokens = sample_tokens(logits, SamplingBatch(zeros.astype(np.int64), temperature, top_k, top_p, uniform=zeros))
+    rows = torch.zeros(2, dtype=torch.int64).to(logits.device)
+    return torch.cat((greedy_tokens(logits)[rows], tokens))
 
 
 def prompt_lengths(most: int) -> list[int]:

@@ -345,13 +345,14 @@ class PagedAttention:
         equally long segments are then cut at their ends: borders of parts inside of segments cost more than slots
         gain. In a partition the SMs do, and they read faster with more warps: two slots.
         """
-        for ring in RINGS:
+        found = []
+        for ring in RINGS:  # all of them: another batch may want the other one, and compiling would stall its step
             kernel = self._kernel("decode_split", dtype, k_cache, ring)
             warps, shared = split_shape(k_cache.shape[3], ring)
             room = self.num_sms * self._blocks_per_sm(kernel, warps * 32, shared)
-            if self._is_whole and is_aligned(segments, room):
-                break
-        return kernel, warps * 32, shared, room
+            found.append((kernel, warps * 32, shared, room))
+        three_slots, two_slots = found
+        return three_slots if self._is_whole and is_aligned(segments, three_slots[3]) else two_slots
 
     def _split_grid(self, q: Tensor, k_cache: Tensor, block_tables: Tensor, max_seqlen_q: int) -> SplitGrid:
         num_tokens, num_heads, head_dim = q.shape

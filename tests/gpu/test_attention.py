@@ -257,9 +257,11 @@ def test_decode_split_takes_the_ring_that_suits(library: KernelLibrary) -> None:
         kernels = PagedAttention(library, num_sms=num_sms)
         problem = make_problem([200] * count, heads=heads, head_dim=64)
         assert_close(kernels.decode(*problem.decode_arguments), problem)
-        used = [key[-1].STAGES for key in kernels._kernels if key[0] == "decode_split"]
+        shared = kernels._decode_ring(problem.q.dtype, problem.k_cache, count * heads[1])[2]
         if total == 132:
-            assert used[-1] == stages
+            assert shared == attention.split_shape(64, attention.Ring(stages))[1]
+        compiled = {key[-1] for key in kernels._kernels if key[0] == "decode_split"}
+        assert compiled == set(attention.RINGS), "the other one, too, before some batch needs it"
 
 
 def test_decode_split_repeats_bit_for_bit(kernels: PagedAttention) -> None:

@@ -7,6 +7,7 @@ measured on the very same tokens. Where it is not, the engine's token must still
 
 from __future__ import annotations
 
+import gc
 import random
 
 import numpy as np
@@ -277,3 +278,22 @@ def test_logits_of_a_runner_with_a_stream_of_its_own_can_be_read_at_once(pair: P
     torch.cuda.synchronize()
     assert torch.equal(logits, llm.runner.logits(second)) and not torch.equal(logits, other)
     llm.engine.cancel_step(plan)
+
+
+def test_no_kernel_is_compiled_while_it_serves(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Compiling takes a good part of a second, and loading waits for the whole card: the warm-up has done both."""
+    loaded = make_pair(sorted(MODELS)[0], tmp_path_factory.mktemp("compiled")).low
+    ops = loaded.model.ops
+    llm = LLM(loaded, num_blocks=400, max_num_seqs=16, max_num_batched_tokens=256, use_tqdm=False)
+    before = set(ops.library._kernels)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice((1, 5, 16, 40, 130, 300)))] for _ in range(24)]
+    ways = [
+        greedy(9),
+        SamplingParams(temperature=1.0, seed=1, max_tokens=7, n=3),
+        SamplingParams(temperature=0.5, top_k=5, top_p=0.8, seed=2, max_tokens=12),
+    ]
+    llm.generate(prompts + prompts[:6], [ways[i % 3] for i in range(30)], use_tqdm=False)
+    assert set(ops.library._kernels) - before == set()
+    assert gc.get_freeze_count() > 0
+    llm.close()
