@@ -1,6 +1,6 @@
 // Paged decode attention, third version: split contexts, share keys and values between query heads, use tensor cores.
 //
-// * Split: contexts are cut into parts of equal size, as many as the GPU has room for blocks (attention_plan.cuh), so
+// * Split: contexts are cut into parts of equal size, at most as many as the GPU has room for blocks (attention_plan.cuh), so
 //   every SM reads memory until the end whatever the batch looks like. Flash-Decoding (Dao et al. 2023) in spirit, with
 //   the even division of Stream-K (Osama et al. 2023).
 // * Share: the query heads that use one key/value head (grouped-query attention) are the rows of one matrix, so that a

@@ -67,7 +67,7 @@ __device__ __forceinline__ Plan make_plan(const int* context_lens, int num_seqs,
   }
   units = __reduce_add_sync(FULL_MASK, units);
   seqs = __reduce_add_sync(FULL_MASK, seqs);
-  const bool equal = units == seqs * __reduce_max_sync(FULL_MASK, longest);
+  const bool equal = units == (i64)seqs * __reduce_max_sync(FULL_MASK, longest);
   Plan plan;
   plan.total = (i64)units * segments_per_seq;
   const i64 useful = (plan.total + MIN_UNITS - 1) / MIN_UNITS;

@@ -67,9 +67,6 @@ template <> __device__ __forceinline__ float2 unpack2<fp16>(u32 x) {
 
 // ---- 16-byte vectors: the widest access one thread can make ---------------------------------------------------------
 
-// How many T fit in 16 bytes.
-template <typename T> constexpr int VEC = 16 / sizeof(T);
-
 __device__ __forceinline__ uint4 load16(const void* p) { return *reinterpret_cast<const uint4*>(p); }
 __device__ __forceinline__ void store16(void* p, uint4 v) { *reinterpret_cast<uint4*>(p) = v; }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from engine_cases import check_clean, greedy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanopd import LLM, SamplingParams
-from nanopd.engine.warm_up import product_lengths, prompt_lengths
+from nanopd.engine.warm_up import product_lengths, prompt_lengths, sample_every_way
 from nanopd.model import LoadedModel, load_model
 
 
@@ -58,12 +59,13 @@ def test_length_and_what_it_leaves_behind(
     assert whole.positions.tolist() == whole.slot_mapping.tolist() == list(range(expected))
     lengths = [batch.max_seqlen_q for batch in seen]
     assert lengths == sorted(lengths, reverse=True) and {16, 32, expected} <= set(lengths)
-    assert all(longer <= 2 * shorter for longer, shorter in itertools.pairwise(lengths))
+    assert all(longer <= 2 * shorter for longer, shorter in itertools.pairwise(lengths) if shorter > 1)
+    assert lengths[-1] == 1
     for batch in seen:  # the end of a prompt of that length, or of the longest one
         length, context = batch.token_ids.shape[0], int(batch.context_lens[0])
         assert batch.max_seqlen_q == length and context in (length, expected)
         assert batch.positions.tolist() == batch.slot_mapping.tolist() == list(range(context - length, context))
-        assert batch.block_tables.shape[1] * 16 >= context
+        assert batch.block_tables.shape[1] == -(-context // 16), "as wide as a step makes it: attention goes by that"
     assert {int(batch.context_lens[0]) for batch in seen if batch.max_seqlen_q == 16} == {16, expected}
     used = -(-expected // 16)  # what it wrote would look like somebody's tokens
     assert not llm.kv_cache.tensor[:, :, :used].any() and llm.kv_cache.tensor[:, :, used + 1 :].isnan().all()
@@ -74,8 +76,8 @@ def test_length_and_what_it_leaves_behind(
 
 @pytest.mark.parametrize("most", [1, 7, 15, 16, 17, 24, 31, 32, 100, 2048, 8209])
 def test_lengths(most: int) -> None:
-    lengths = prompt_lengths(most)
-    assert lengths[0] == most and lengths[-1] == min(most, 16) and len(set(lengths)) == len(lengths)
+    *lengths, one = prompt_lengths(most) if most > 1 else [1, *prompt_lengths(most)]
+    assert lengths[0] == most and lengths[-1] == min(most, 16) and len(set(lengths)) == len(lengths) and one == 1
     assert all(shorter < longer <= 1.5 * shorter for longer, shorter in itertools.pairwise(lengths))
 
 
@@ -86,22 +88,29 @@ def test_lengths_of_products(most: int) -> None:
     assert all(0 < longer - shorter <= max(8, shorter / 8) for shorter, longer in itertools.pairwise(lengths))
 
 
+NO_KERNELS = ("aten.view", "aten.slice", "aten.select", "aten.unbind", "aten.detach")
+
+
 class Operations(TorchDispatchMode):
-    """Which operations torch carries out; on a GPU each brings kernels that are loaded at their first use."""
+    """Which operations torch carries out, on what types, and for one row, for some or for many: by these it picks its
+    kernels, which on a GPU are loaded at their first use."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: set[str] = set()
+        self.seen: set[tuple[Any, ...]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(str(func))
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if tensors and not str(func).startswith(NO_KERNELS):
+            rows = max(x.shape[0] if x.dim() else 1 for x in tensors)
+            self.seen.add((str(func), *(x.dtype for x in tensors), (rows > 1) + (rows > 16)))
         return func(*args, **(kwargs or {}))
 
 
 def test_sampling_uses_nothing_that_the_warm_up_did_not_use(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(tiny, num_blocks=40, max_num_seqs=8, use_tqdm=False)
-    with Operations() as warm:
-        llm.runner.warm_up()
+    with Operations() as warm, torch.inference_mode():
+        sample_every_way(torch.zeros(1, llm.config.vocab_size, dtype=llm.model.dtype))
     served, sample = Operations(), llm.runner._sample
 
     def watched(*args: Any) -> torch.Tensor:
@@ -115,10 +124,12 @@ def test_sampling_uses_nothing_that_the_warm_up_did_not_use(tiny: LoadedModel, m
         SamplingParams(temperature=1.0, top_k=3, max_tokens=4, seed=2),
         SamplingParams(temperature=1.0, top_p=0.6, max_tokens=4, seed=3, n=2),
     ]
-    for some in (ways[:1], ways[1:2], ways[2:3], ways):
+    twice = [greedy(4), SamplingParams(temperature=1.0, max_tokens=4, seed=5)]
+    twice[0] = replace(twice[0], n=2)
+    for some in (ways[:1], ways[1:2], ways[2:3], ways, ways[1:2] * 2, ways[2:3] * 3, twice, ways[1:3] * 4):
         llm.generate([[3, 4, 5]] * len(some), some, use_tqdm=False)
-        assert {name for name in served.names - warm.names if not name.startswith("aten.view")} == set()
-    assert "aten.cumsum.default" in served.names
+        assert served.seen - warm.seen == set(), some
+    assert any(name == "aten.cumsum.default" and rows == 1 for name, *_, rows in served.seen)
 
 
 def test_blocks_are_copied_once(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,8 +83,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
 
 
-def decode_split(kernel: CpuKernel, p: Problem, parts: int) -> tuple[Tensor, bool]:
-    """The result, and whether some segment was cut."""
+def decode_split(kernel: CpuKernel, p: Problem, parts: int) -> tuple[Tensor, int]:
+    """The result, and how many pieces of cut segments it was merged from."""
     num_seqs, num_heads, head_dim = p.q.shape
     out, counters = torch.full_like(p.q, math.nan), torch.zeros(parts, dtype=torch.int32)
     pieces = torch.full((2 * parts, 16, head_dim), math.nan), torch.full((2 * parts, 16), math.nan)
@@ -92,7 +92,7 @@ def decode_split(kernel: CpuKernel, p: Problem, parts: int) -> tuple[Tensor, boo
     inputs = (p.q, p.k_cache, p.v_cache, p.tables, p.lens)
     kernel((parts,), 128 if head_dim <= 128 else 64, out, *pieces, counters, *inputs, p.scale, *sizes)
     assert not counters.any(), "the next launch finds zeros"
-    return out, not bool(pieces[0].isnan().all())
+    return out, int((~pieces[1].isnan()).any(dim=1).sum())
 
 
 @pytest.mark.parametrize("ring", RINGS)
@@ -116,20 +116,21 @@ def test_split_decode_cut_anywhere(folder: Path) -> None:
 def test_equal_contexts_are_cut_at_their_ends_where_that_pays(folder: Path) -> None:
     kernel = CpuKernel("attention_decode_split", folder, HEAD_DIM=64, BLOCK_SIZE=16, STAGES=3)
     few, many = 10 * 32, 60 * 32  # tokens: 10 and 60 units
-    for contexts, parts, cut in (
-        ([few] * 4, 15, False),  # 8 parts of 10 units, not 15 of 5 or 6 with a border in most of them
-        ([few] * 3 + [few - 32], 15, True),  # not equal
-        ([few] * 4, 5, False),  # 4 parts, each of two segments
-        ([few] * 3, 5, False),
-        ([few] * 5, 4, True),  # 10 segments, at least 3 to a part: they do not come out even
-        ([many] * 4, 15, True),  # parts of 60 units instead of 32 would cost more than a border
-        ([many] * 4, 9, False),
-        ([many, 0, many, many, 0, many], 9, False),
+    for contexts, parts, pieces in (
+        ([few] * 4, 15, 0),  # 8 parts of 10 units, not 15 of 5 or 6 with a border in most of them
+        ([few] * 4, 17, 16),  # two to a segment
+        ([few] * 3 + [few - 32], 15, 20),  # not equal
+        ([few] * 4, 5, 0),  # 4 parts, each of two segments
+        ([few] * 3, 5, 0),
+        ([few] * 7, 6, 8),  # 14 segments, at least 3 to a part, do not come out even
+        ([many] * 4, 15, 22),  # parts of 60 units instead of 32 would cost more than a border
+        ([many] * 4, 9, 0),
+        ([many, 0, many, many, 0, many], 9, 0),
     ):
         p = problem(contexts, heads=(8, 2))
-        out, was_cut = decode_split(kernel, p, parts)
+        out, found = decode_split(kernel, p, parts)
         assert_close(out, p, decode=True)
-        assert was_cut == cut, (contexts, parts)
+        assert found == pieces, (contexts, parts)
 
 
 @pytest.mark.parametrize(("name", "threads"), [("naive", 64), ("warp", 256)])

@@ -2,7 +2,7 @@
 
 import itertools
 
-from nanopd.ops.attention import is_aligned, split_grid
+from nanopd.ops.attention import aligned_parts, split_grid
 
 
 def splits(num_seqs: int, rows: int, most_keys: int, head_dim: int = 128, num_sms: int = 132) -> int:
@@ -32,13 +32,9 @@ def test_blocks_of_a_divided_tile_fit_the_counters() -> None:
             assert grid.splits == 1 or grid.all_tiles * grid.splits <= 2 * num_sms
 
 
-def test_aligned_means_that_parts_end_where_segments_do() -> None:
-    """By trying all numbers of parts that leave at most a tenth of the room empty."""
+def test_aligned_parts_end_where_segments_do() -> None:
+    """By trying all numbers of parts, from the largest down."""
     for segments, room in itertools.product(range(1, 40), range(1, 60)):
         fewest = -(-segments // room)  # segments to a part that are needed to fit the room; more would be slower
-        possible = any(
-            parts % segments == 0 or segments == parts * fewest
-            for parts in range(1, room + 1)
-            if 10 * parts >= 9 * room
-        )
-        assert is_aligned(segments, room) == possible, (segments, room)
+        fitting = (n for n in range(room, 0, -1) if n % segments == 0 or segments == n * fewest)
+        assert aligned_parts(segments, room) == next(fitting, 0), (segments, room)

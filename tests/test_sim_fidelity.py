@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nanopd.bench.one_card import HEAVY
 from nanopd.bench.records import Outcome, RequestRecord
 from nanopd.costmodel.hardware_profile import preset
 from nanopd.ops.measure import recorded
@@ -42,11 +43,13 @@ def test_beyond_the_limit_of_partitions_the_queue_hides_the_error(runs) -> None:
 
 
 def test_the_record_of_the_comparison_is_this_comparison(runs) -> None:
-    stored = recorded("simulated")
-    assert stored is not None
-    for strategy, by_rate in runs.items():
-        for rate, row in by_rate.items():
-            assert stored["values"]["runs"][strategy][rate] == pytest.approx(row, rel=1e-3), (strategy, rate)
+    stored, measured = recorded("simulated"), recorded("one_card")
+    assert stored is not None and measured is not None
+    heavy = compare_with_record(measured["values"], preset("h200"), workload=HEAVY)
+    for group, found in (("runs", runs), ("heavy", heavy)):
+        for strategy, by_rate in found.items():
+            for rate, row in by_rate.items():
+                assert stored["values"][group][strategy][rate] == pytest.approx(row, rel=1e-3), (strategy, rate)
     assert len(table(runs).splitlines()) == 1 + sum(map(len, runs.values()))
 
 

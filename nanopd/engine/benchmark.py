@@ -196,9 +196,10 @@ def prefill_step(llm: LLM, num_tokens: int, ceilings: Ceilings, repeats: int = 7
     about as long: ``sustained``, the two taking turns without a pause; and ``rested``, each after a pause.
     ``linear_of_matmul`` is the sustained step over a short burst of products (``ceilings``).
     """
-    _prefill_ms(llm, num_tokens, seed=-1)  # the first one may compile
-    walls, rates = _in_turns(llm, num_tokens, repeats, pause=0.0)
-    rested_walls, rested_rates = _in_turns(llm, num_tokens, repeats // 2, pause=PAUSE)
+    rng = random.Random(0)
+    _prefill_ms(llm, num_tokens, rng)  # the first one may compile
+    walls, rates = _in_turns(llm, num_tokens, rng, repeats, pause=0.0)
+    rested_walls, rested_rates = _in_turns(llm, num_tokens, rng, repeats // 2, pause=PAUSE)
     step_ms, rested_ms = statistics.median(walls), statistics.median(rested_walls)
     sustained, rested = statistics.median(rates), statistics.median(rested_rates)
     linear, attention = prefill_flops(llm.config, num_tokens)
@@ -378,20 +379,21 @@ def _timed_step(llm: LLM) -> tuple[float, ...]:
     return tuple((b - a) * 1e3 for a, b in itertools.pairwise(marks))
 
 
-def _in_turns(llm: LLM, num_tokens: int, repeats: int, pause: float) -> tuple[list[float], list[float]]:
+def _in_turns(
+    llm: LLM, num_tokens: int, rng: random.Random, repeats: int, pause: float
+) -> tuple[list[float], list[float]]:
     """Prompts, in ms, and after each a product's rate in TFLOP/s. ``pause``: seconds before each of the two."""
     walls, rates = [], []
-    for i in range(max(1, repeats)):
+    for _ in range(max(1, repeats)):
         time.sleep(pause)
-        walls.append(_prefill_ms(llm, num_tokens, seed=i))
+        walls.append(_prefill_ms(llm, num_tokens, rng))
         time.sleep(pause)
         rates.append(_matmul_tflop_s(llm, walls[-1]))
     return walls, rates
 
 
-def _prefill_ms(llm: LLM, num_tokens: int, seed: int) -> float:
+def _prefill_ms(llm: LLM, num_tokens: int, rng: random.Random) -> float:
     """The step of one random prompt."""
-    rng = random.Random(seed)
     prompt = [rng.randrange(llm.config.vocab_size) for _ in range(num_tokens)]
     llm.engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
     begin = time.perf_counter()

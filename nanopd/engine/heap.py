@@ -15,9 +15,14 @@ def settle_heap() -> None:
     """Collect now, and leave all that survives out of later collections, which then look at new objects only.
 
     For the moment between loading a model and serving it; takes as long as a full collection. What survived and later
-    ends in a cycle is found by the next call, or after ``gc.unfreeze()``. nanopd's own engines, workers and pools form
-    no cycles: their memory is free when the last reference goes.
+    ends in a cycle is found by the next ``thaw_heap``. nanopd's own engines, workers and pools form no cycles once they
+    are closed: their memory is free when the last reference goes.
     """
+    thaw_heap()
+    gc.freeze()
+
+
+def thaw_heap() -> None:
+    """Collect everything, also what ``settle_heap`` had left out: before a new engine asks how much memory is free."""
     gc.unfreeze()
     gc.collect()
-    gc.freeze()

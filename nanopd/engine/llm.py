@@ -11,6 +11,7 @@ import torch
 from nanopd.engine.beam import BeamOutput, BeamSearch
 from nanopd.engine.engine import Engine, StepRecord
 from nanopd.engine.generate import OutputStream
+from nanopd.engine.heap import settle_heap, thaw_heap
 from nanopd.engine.kv_budget import default_num_blocks
 from nanopd.engine.options import check_options, model_len
 from nanopd.engine.outputs import RequestOutput
@@ -104,6 +105,9 @@ class LLM:
             chunk_size=chunk_size,
             max_model_len=model_len(self.config, max_model_len),
         )
+        on_gpu = self.model.device.type == "cuda"
+        if on_gpu:
+            thaw_heap()
         if num_blocks is None:
             num_blocks = default_num_blocks(
                 self.model, block_size, limits, gpu_memory_utilization=gpu_memory_utilization
@@ -111,7 +115,7 @@ class LLM:
         self.kv_cache = KVCache.allocate(self.config, num_blocks, block_size, self.model.dtype, self.model.device)
         self.block_manager = BlockManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
         if run_ahead is None:
-            run_ahead = self.model.device.type == "cuda"
+            run_ahead = on_gpu
         self.scheduler = Scheduler(limits, self.block_manager, early_slots=run_ahead)
         self.runner = ModelRunner(
             self.model,
@@ -137,6 +141,8 @@ class LLM:
             seed=seed,
             on_step=on_step,
         )
+        if on_gpu:
+            settle_heap()
 
     def generate(
         self,

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from nanopd.engine.cuda_graphs import DecodeGraphs
-from nanopd.engine.heap import settle_heap
 from nanopd.engine.inputs import InputPacker
 from nanopd.engine.pending import PendingStep
 from nanopd.engine.plan import StepPlan
@@ -157,17 +156,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self, use_tqdm: bool = False) -> None:
-        """On a GPU, do now what would stall steps: ``warm_up``, capture all graphs, settle the heap."""
-        if self.device.type != "cuda":
+        """On a GPU, do now what would stall the first steps: ``warm_up``, and capture all graphs."""
+        if self.device.type == "cuda":
+            self.warm_up()
+        if self.graphs is None:
             return
-        self.warm_up()
-        if self.graphs is not None:
-            from tqdm.auto import tqdm
+        from tqdm.auto import tqdm
 
-            with self._on_device(), tqdm(self.graphs.missing, "Capturing CUDA graphs", disable=not use_tqdm) as sizes:
-                for size in sizes:
-                    self.graphs.capture(size)
-        settle_heap()
+        with self._on_device(), tqdm(self.graphs.missing, "Capturing CUDA graphs", disable=not use_tqdm) as sizes:
+            for size in sizes:
+                self.graphs.capture(size)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -175,7 +173,7 @@ class ModelRunner:
         most = min(self.packer.max_num_tokens, self.max_model_len)
         with self._on_device():
             logits = warm_up(self.model, self.kv_cache, most, self.packer.max_blocks)
-            self._copy_blocks([(0, 0)])
+            self._copy_blocks([(0, 0)])  # onto itself, which changes nothing
             PendingStep(StepPlan(), sample_every_way(logits), self.device).end()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Warm-up: load every kernel that a runner may need, before it has company.
+"""Warm-up: load the kernels that a runner is going to need, before it has company.
 
 A kernel is loaded at its first launch, and the driver then waits until the device is idle, with everybody else: the
 first prompt of one worker would make the decodes of another one on the card wait to its end. Which kernels attention
@@ -36,6 +36,7 @@ def warm_up(model: Model, kv_cache: KVCache, most: int, max_blocks: int) -> Tens
     most = min(most, num_blocks * kv_cache.block_size)
     for num_tokens in prompt_lengths(most):
         for context_len in {num_tokens, most}:
+            num_blocks = -(-context_len // kv_cache.block_size)  # as in a step: by the table's width attention chooses
             logits = model.forward(_end_of_prompt(num_tokens, context_len, num_blocks, kv_cache.device), kv_cache)
     for num_tokens in product_lengths(most):
         model.each_product(num_tokens)
@@ -44,7 +45,8 @@ def warm_up(model: Model, kv_cache: KVCache, most: int, max_blocks: int) -> Tens
 
 
 def sample_every_way(logits: Tensor) -> Tensor:
-    """Greedy, by temperature, and filtered, alone and together: torch loads each of its kernels at their first use too.
+    """Greedy, by temperature, and filtered, for one row and for many: torch loads its kernels at their first use too,
+    and takes others for one row, for some, and for more than 16.
 
     Args:
         logits: [R, vocab].
@@ -52,17 +54,21 @@ def sample_every_way(logits: Tensor) -> Tensor:
     Returns: some tokens, [N] int64.
     """
     greedy, plain, filtered = (0.0, 0, 1.0), (1.0, 0, 1.0), (1.0, 2, 0.5)
-    for ways in ((plain,), (filtered,), (greedy, plain, filtered)):
-        temperature, top_k, top_p = map(np.array, zip(*ways))
-        zeros = np.zeros(len(ways))
-        tokens = sample_tokens(logits, SamplingBatch(zeros.astype(np.int64), temperature, top_k, top_p, uniform=zeros))
-    rows = torch.zeros(2, dtype=torch.int64).to(logits.device)
-    return torch.cat((greedy_tokens(logits)[rows], tokens))
+    for copies in (1, 2, 32):
+        for ways in ((greedy,), (plain,), (filtered,), (greedy, plain, filtered)):
+            temperature, top_k, top_p = map(np.array, zip(*(ways * copies)))
+            zeros = np.zeros(len(temperature))
+            batch = SamplingBatch(zeros.astype(np.int64), temperature, top_k, top_p, uniform=zeros)
+            tokens = sample_tokens(logits, batch)
+        rows = torch.zeros(copies, dtype=torch.int64).to(logits.device)
+        tokens = torch.cat((greedy_tokens(logits)[rows], tokens))
+    return tokens
 
 
 def prompt_lengths(most: int) -> list[int]:
-    """``most``, and below it the powers of two and what lies halfway between them, from 16 on; longest first."""
-    return sorted({most, *(n for k in range(4, most.bit_length()) for n in (2**k, 3 * 2 ** (k - 1)) if n < most)})[::-1]
+    """``most``, below it the powers of two and what lies halfway between them, from 16 on, and 1; longest first."""
+    between = (n for k in range(4, most.bit_length()) for n in (2**k, 3 * 2 ** (k - 1)) if n < most)
+    return sorted({most, *between, 1}, reverse=True)
 
 
 def product_lengths(most: int) -> list[int]:

@@ -77,9 +77,13 @@ class Transformer:
     __call__ = forward
 
     def each_product(self, num_tokens: int) -> None:
-        """Each matrix product of a layer once, for so many tokens: by their number a library picks its kernels."""
+        """Each matrix product of a layer once, for so many tokens: by their number a library picks its kernels. That of
+        the logits too, if they are few: a step has one row of them per sequence."""
         w = self.weights.layers[0]
-        for weight, bias in ((w.qkv, w.qkv_bias), (w.attn_out, None), (w.gate_up, None), (w.down, None)):
+        products = [(w.qkv, w.qkv_bias), (w.attn_out, None), (w.gate_up, None), (w.down, None)]
+        if num_tokens <= 64:
+            products.append((self.weights.lm_head, None))
+        for weight, bias in products:
             x = torch.zeros((num_tokens, weight.shape[1]), dtype=self.dtype, device=self.device)
             self.ops.linear(x, weight, bias, out=x.new_empty(num_tokens, weight.shape[0]))
 

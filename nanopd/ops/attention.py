@@ -283,6 +283,8 @@ class PagedAttention:
         if kernel == "wgmma":
             return self._prefill_wgmma(q, k_cache, num_seqs, max_blocks, max_seqlen_q, scale)
         tile_q, shared = tiled_shape(head_dim, *tiling)
+        for one in tilings(head_dim):  # all: another step may want another one, and compiling would stall it
+            self._kernel("prefill_tiled", q.dtype, k_cache, one)
         tiled = self._kernel("prefill_tiled", q.dtype, k_cache, tiling)
         grid = (num_heads, num_seqs, min(_ceil_div(max_seqlen_q, tile_q), _ceil_div(num_tokens, tile_q)))
         if grid[2] > _MAX_GRID_YZ:
@@ -352,7 +354,8 @@ class PagedAttention:
             room = self.num_sms * self._blocks_per_sm(kernel, warps * 32, shared)
             found.append((kernel, warps * 32, shared, room))
         three_slots, two_slots = found
-        return three_slots if self._is_whole and is_aligned(segments, three_slots[3]) else two_slots
+        suits = self._is_whole and 10 * aligned_parts(segments, three_slots[3]) >= 9 * three_slots[3]
+        return three_slots if suits else two_slots
 
     def _split_grid(self, q: Tensor, k_cache: Tensor, block_tables: Tensor, max_seqlen_q: int) -> SplitGrid:
         num_tokens, num_heads, head_dim = q.shape
@@ -454,16 +457,13 @@ def split_shape(head_dim: int, ring: Ring) -> tuple[int, int]:
     return warps, warps * ring.STAGES * 2 * unit_tokens(head_dim) * head_dim * 2
 
 
-def is_aligned(segments: int, room: int) -> bool:
-    """Whether nine tenths of ``room`` parts, or more, can end where equally long segments do.
-
-    ``aligned_parts`` of attention_plan.cuh finds such a division on the device.
-    """
-    parts = room // segments * segments
+def aligned_parts(segments: int, room: int) -> int:
+    """Of at most ``room`` parts, how many can all end where equally long segments do: a multiple of their number, or
+    one that divides it; 0 if none is found. As in attention_plan.cuh."""
+    if segments <= room:
+        return room // segments * segments
     each = _ceil_div(segments, room)
-    if parts == 0 and segments % each == 0:
-        parts = segments // each
-    return parts * 10 >= room * 9
+    return segments // each if segments % each == 0 else 0
 
 
 def unit_tokens(head_dim: int) -> int:

@@ -95,7 +95,8 @@ class Ops(Protocol):
         """Copy whole blocks inside the cache, all layers, keys and values: block ``dst[i]`` becomes ``src[i]``.
 
         Args:
-            src, dst: [N] int64 on the cache's device. ``dst`` holds distinct ids, none of which is in ``src``.
+            src, dst: [N] int64 on the cache's device. ``dst`` holds distinct ids, and none of ``src`` but as its own
+                source.
         """
         ...
 

@@ -147,6 +147,7 @@ class CacheLink(QueuedLink):
         with suppress(RuntimeError):  # a device that failed has nothing to wait for
             while self._in_flight:  # or staging buffers would be freed while a copy reads them
                 self._in_flight.popleft().wait()
+        self._pipeline.stages.clear()  # they call this link's methods: a cycle, which would keep both pools
 
     # --- inside ------------------------------------------------------------------------------------------------
 

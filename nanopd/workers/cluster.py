@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
+from nanopd.engine.heap import settle_heap, thaw_heap
 from nanopd.engine.options import check_options, is_int, model_len
 from nanopd.engine.plan import SchedulerConfig
 from nanopd.errors import ConfigError
@@ -134,6 +135,9 @@ class Cluster:
             limits.of(role)  # what no worker needs must make sense too
         with ExitStack() as stack:
             models = {device: build.model_on(torch.device(device), loaded) for device in devices(where)}
+            on_gpu = any(w.spec.is_cuda for w in where)
+            if on_gpu:
+                thaw_heap()
             places = build.make_places(where, stack, blas_hint)
             sizes = (
                 [num_blocks] * len(pools)
@@ -159,6 +163,8 @@ class Cluster:
             links = build.connect_workers(workers, stack)
             for device in devices(where):
                 stack.callback(build.synchronize, device)  # the first to be called: nothing may be in use then
+            if on_gpu:
+                settle_heap()
             return cls(loaded.config, loaded.tokenizer, workers, links, stack.pop_all())
 
     def worker(self, name: str) -> Worker:

@@ -6,7 +6,6 @@ memory that it shares with the parent.
 
 from __future__ import annotations
 
-import gc
 import signal
 import traceback
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from nanopd.engine.heap import settle_heap, thaw_heap
 from nanopd.engine.runner import ModelRunner
 from nanopd.errors import NonFiniteLogitsError
 from nanopd.kv.cache import KVCache
@@ -84,7 +84,7 @@ def main(given: list[Setup], connection: Connection) -> None:
         pass
     finally:
         connection.close()
-        gc.collect()  # a claim on the parent's GPU memory ends with the tensor
+        thaw_heap()  # a claim on the parent's GPU memory ends with the tensor
 
 
 def _serve(given: list[Setup], connection: Connection) -> None:
@@ -112,7 +112,10 @@ def _answer(runner: ModelRunner, connection: Connection) -> None:
 
 def _do(message: StepMessage | Capture, runner: ModelRunner, reader: StepReader) -> list[list[int]] | None:
     if isinstance(message, Capture):
-        return runner.capture_graphs(use_tqdm=message.use_tqdm)
+        runner.capture_graphs(use_tqdm=message.use_tqdm)
+        if runner.device.type == "cuda":
+            settle_heap()
+        return None
     return runner.execute(reader.read(message))
 
 

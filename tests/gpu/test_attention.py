@@ -228,7 +228,7 @@ def test_decode_large_batch(kernels: PagedAttention, kernel: str) -> None:
 def test_decode_split_for_any_number_of_parts(
     library: KernelLibrary, monkeypatch: pytest.MonkeyPatch, num_sms: int, ring: attention.Ring
 ) -> None:
-    monkeypatch.setattr(attention, "RINGS", (ring,))
+    monkeypatch.setattr(attention, "RINGS", (ring, ring))
     kernels = PagedAttention(library, num_sms=num_sms)
     for seed, contexts in enumerate(([3000], [1, 2500, 0, 16, 700], [512] * 30, ragged(70, 400, 5))):
         problem = make_problem(contexts, heads=(12, 3), head_dim=64, seed=seed)

@@ -282,6 +282,7 @@ def test_logits_of_a_runner_with_a_stream_of_its_own_can_be_read_at_once(pair: P
 
 def test_no_kernel_is_compiled_while_it_serves(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Compiling takes a good part of a second, and loading waits for the whole card: the warm-up has done both."""
+    gc.unfreeze()
     loaded = make_pair(sorted(MODELS)[0], tmp_path_factory.mktemp("compiled")).low
     ops = loaded.model.ops
     llm = LLM(loaded, num_blocks=400, max_num_seqs=16, max_num_batched_tokens=256, use_tqdm=False)
