@@ -32,12 +32,10 @@ def warm_up(model: Model, kv_cache: KVCache, most: int, max_blocks: int) -> Tens
 
     Returns: the last one's logits, [1, vocab].
     """
-    num_blocks = min(kv_cache.num_blocks, max_blocks)
-    most = min(most, num_blocks * kv_cache.block_size)
+    most = min(most, min(kv_cache.num_blocks, max_blocks) * kv_cache.block_size)
     for num_tokens in prompt_lengths(most):
         for context_len in {num_tokens, most}:
-            num_blocks = -(-context_len // kv_cache.block_size)  # as in a step: by the table's width attention chooses
-            logits = model.forward(_end_of_prompt(num_tokens, context_len, num_blocks, kv_cache.device), kv_cache)
+            logits = model.forward(_end_of_prompt(num_tokens, context_len, kv_cache), kv_cache)
     for num_tokens in product_lengths(most):
         model.each_product(num_tokens)
     kv_cache.tensor[:, :, : -(-most // kv_cache.block_size)].zero_()
@@ -79,8 +77,10 @@ def product_lengths(most: int) -> list[int]:
     return [min(length, most) for length in lengths]
 
 
-def _end_of_prompt(num_tokens: int, context_len: int, num_blocks: int, device: torch.device) -> ForwardBatch:
-    """The last ``num_tokens`` of ``context_len``, in the pool's first ``num_blocks`` blocks."""
+def _end_of_prompt(num_tokens: int, context_len: int, kv_cache: KVCache) -> ForwardBatch:
+    """The last ``num_tokens`` of ``context_len``, in the pool's first blocks. The table is as wide as a step makes it:
+    attention chooses its kernel by that."""
+    device, num_blocks = kv_cache.device, -(-context_len // kv_cache.block_size)
     positions = torch.arange(context_len - num_tokens, context_len, device=device)
     return ForwardBatch(
         token_ids=torch.zeros_like(positions),
