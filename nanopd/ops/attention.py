@@ -283,9 +283,8 @@ class PagedAttention:
         if kernel == "wgmma":
             return self._prefill_wgmma(q, k_cache, num_seqs, max_blocks, max_seqlen_q, scale)
         tile_q, shared = tiled_shape(head_dim, *tiling)
-        for one in tilings(head_dim):  # all: another step may want another one, and compiling would stall it
-            self._kernel("prefill_tiled", q.dtype, k_cache, one)
-        tiled = self._kernel("prefill_tiled", q.dtype, k_cache, tiling)
+        # All of them: another step may want another one, and compiling would stall it.
+        tiled = {one: self._kernel("prefill_tiled", q.dtype, k_cache, one) for one in tilings(head_dim)}[tiling]
         grid = (num_heads, num_seqs, min(_ceil_div(max_seqlen_q, tile_q), _ceil_div(num_tokens, tile_q)))
         if grid[2] > _MAX_GRID_YZ:
             raise UnsupportedShapeError(
