@@ -7,45 +7,20 @@
 //   key is loaded once for all of them.
 // * Tensor cores: with 4 query heads per key, a byte loaded needs 4 multiply-adds, which at 4 TB/s already fills half of the
 //   ordinary cores' issue slots, and 8 overflow them. One mma.sync takes up to 16 heads at the same cost.
-// * In flight: 4.8 TB/s with 800 ns latency over 132 SMs needs 29 KB under way in each SM at all times. cp.async brings
-//   tiles into a ring of STAGES slots per warp: STAGES - 1 tiles are under way while one is used. Warps do not share
-//   tiles, so the loop has no barrier at all. Nor does the stream of tiles stop where a segment ends.
+// * In flight: each warp has a ring of tiles of its own, all but one of them under way (attention_decode_ring.cuh). So the
+//   loop has no barrier at all, nor does the stream of tiles stop where a segment ends.
 // * Early: if the kernel in front still runs (overlap.cuh), the first tiles are fetched all the same, unless they hold the
 //   newest token of a sequence, which that kernel stores.
 //
 // Macros beyond those of attention_common.cuh: STAGES, 3 or 2, chosen by the host. With 2, three blocks fit an SM of 228 KB:
 // more warps, each of which waits more often.
+#include "attention_decode_ring.cuh"
 #include "attention_merge.cuh"
-#include "attention_mma.cuh"
 #include "attention_softmax.cuh"
 #include "overlap.cuh"
 
 constexpr int WARPS = HEAD_DIM <= 128 ? 4 : 2;
-constexpr int TILE_BYTES = UNIT * ROW_BYTES;         // UNIT token rows of K, or of V
-constexpr int SLOT_BYTES = 2 * TILE_BYTES;           // a tile of each
-constexpr int RING_BYTES = STAGES * SLOT_BYTES;      // per warp; the host passes WARPS * RING_BYTES as shared memory
 static_assert(MAX_GROUP * HEAD_DIM * 4 <= SLOT_BYTES, "a warp's sums fit the slot that it has just used");
-
-// Copy one tile of K and V into a ring slot. Lane i holds the row of token i % UNIT in the caches, seen as
-// [slots * Hkv, D], or -1 past the end: such tokens become zeros, since a probability of 0 would not silence a NaN left in
-// an unused slot of V. `full`: there are none.
-__device__ __forceinline__ void copy_rows(u32 slot, const scalar* k_cache, const scalar* v_cache, int row, int lane,
-                                          bool full) {
-#pragma unroll
-  for (int i = 0; i < UNIT * ROW_CHUNKS / WARP; ++i) {
-    const int token = (i * WARP + lane) / ROW_CHUNKS, chunk = (i * WARP + lane) % ROW_CHUNKS;
-    const int token_row = __shfl_sync(FULL_MASK, row, token);
-    const bool valid = full || token_row >= 0;
-    const i64 at = valid ? (i64)token_row * HEAD_DIM + chunk * 8 : 0;
-    copy16_async(slot + tile_offset(token, chunk), k_cache + at, valid);
-    copy16_async(slot + TILE_BYTES + tile_offset(token, chunk), v_cache + at, valid);
-  }
-}
-// Compiled twice: nearly all tiles are full, and on few SMs (a partition) instructions are what this kernel waits for.
-__device__ __forceinline__ void fetch_tile(u32 slot, const scalar* k_cache, const scalar* v_cache, int row, int lane) {
-  if (__all_sync(FULL_MASK, row >= 0)) copy_rows(slot, k_cache, v_cache, row, lane, true);
-  else if (__any_sync(FULL_MASK, row >= 0)) copy_rows(slot, k_cache, v_cache, row, lane, false);
-}
 
 // grid: any number of blocks, block WARPS * 32 threads.
 extern "C" __global__ void __launch_bounds__(WARPS * WARP, STAGES == 3 ? 2 : 3) attention_decode_split(
@@ -196,19 +171,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, STAGES == 3 ? 2 : 3) 
     // filled for the next segment.
     __syncwarp();
     float* own = reinterpret_cast<float*>(ring_memory + (slot == 0 ? STAGES - 1 : slot - 1) * SLOT_BYTES);
-    if (lane == 0) of_warp[warp].sums = own;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (r == 1 && heads <= 8) break;
-      const float row_total = warp_sum<4>(softmax.total[r]);
-      if (t == 0) {
-        of_warp[warp].largest[g + 8 * r] = softmax.largest[r] * scale_log2;
-        of_warp[warp].total[g + 8 * r] = row_total;
-      }
-#pragma unroll
-      for (int n = 0; n < HEAD_DIM / 8; ++n)
-        *(float2*)(own + WarpSums::at(g + 8 * r, n * 8 + 2 * t)) = make_float2(acc[n][2 * r], acc[n][2 * r + 1]);
-    }
+    of_warp[warp].leave(own, acc, softmax.largest, softmax.total, scale_log2, heads);
     __syncthreads();
     for (int i = threadIdx.x; i < heads * HEAD_DIM; i += WARPS * WARP) {
       const int head = i / HEAD_DIM, d = i % HEAD_DIM;

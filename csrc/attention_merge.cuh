@@ -17,6 +17,25 @@ struct WarpSums {
 
   // Where a head's sum over dimension d lies. The XOR keeps the stores of a warp, 4 heads at a time, on different banks.
   __device__ __forceinline__ static int at(int head, int d) { return head * HEAD_DIM + (d ^ (head % 4 * 8)); }
+
+  // `acc`, `row_largest` and `row_total` as mma.sync and OnlineSoftmax have them, heads being rows. `to`: where sums go.
+  __device__ __forceinline__ void leave(float* to, const float (&acc)[HEAD_DIM / 8][4], const float (&row_largest)[2],
+                                        const float (&row_total)[2], float scale_log2, int heads) {
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    if (lane == 0) sums = to;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (r == 1 && heads <= 8) break;
+      const float sum = warp_sum<4>(row_total[r]);
+      if (t == 0) {
+        largest[g + 8 * r] = row_largest[r] * scale_log2;
+        total[g + 8 * r] = sum;
+      }
+#pragma unroll
+      for (int n = 0; n < HEAD_DIM / 8; ++n)
+        *(float2*)(to + at(g + 8 * r, n * 8 + 2 * t)) = make_float2(acc[n][2 * r], acc[n][2 * r + 1]);
+    }
+  }
 };
 
 // The average over all warps' tokens at (head, d), and its lse.

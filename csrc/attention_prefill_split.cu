@@ -8,17 +8,15 @@
 // * Rows: a query of each of the heads that share a key/value head is one row, so that 16 tokens of 4 heads fill a tile
 //   of 64 rows and keys are read once for all of them. Row r of a sequence is query r / ratio, head r % ratio.
 // * How many blocks share a tile is decided here, by the context's length; the grid only says how many could.
-// * Within a block: the tiled kernel with 16 rows a warp.
+// * Within a block: the steps of the tiled kernel (attention_tile.cuh), with 16 rows a warp.
 #include "attention_merge.cuh"
-#include "attention_mma.cuh"
+#include "attention_tile.cuh"
 
 constexpr int WARPS = 4;
 constexpr int THREADS = WARPS * WARP;
 constexpr int TILE_ROWS = WARPS * 16;
 constexpr int TILE_K = HEAD_DIM <= 128 ? 64 : 32;
-constexpr int Q_BYTES = TILE_ROWS * ROW_BYTES;
-constexpr int K_BYTES = TILE_K * ROW_BYTES;  // shared memory: Q_BYTES + 2 * (K_BYTES for K + K_BYTES for V)
-constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 128;
+constexpr int Q_BYTES = TILE_ROWS * ROW_BYTES;  // in shared memory, before the double buffer of PagedTiles
 constexpr int MAX_SPLITS = 32;
 constexpr int MIN_TILES = 4;       // smallest share worth a block: below it merging costs more
 constexpr float LOWEST = -1e30f;  // below every score, yet finite: in its share of keys a row may see none at all
@@ -90,21 +88,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_split(
   if (split >= splits) return;
   const int first_tile = all_tiles * split / splits, end_tile = all_tiles * (split + 1) / splits;
 
-  const auto row_of = [&](int tile) {  // for thread i < TILE_K: token i of the tile
-    const int token = tile * TILE_K + threadIdx.x;
-    return token < num_keys ? cache_row(block_table, token) : -1;
-  };
-  const auto fetch = [&](int tile) {
-    const u32 k_tile = q_tile + Q_BYTES + tile % 2 * 2 * K_BYTES;
-#pragma unroll
-    for (int i = 0; i < TILE_K * ROW_CHUNKS / THREADS; ++i) {
-      const int token = (i * THREADS + threadIdx.x) / ROW_CHUNKS, chunk = (i * THREADS + threadIdx.x) % ROW_CHUNKS;
-      const int row = cache_rows[tile % 2][token];
-      const i64 at = row < 0 ? 0 : ((i64)row * num_kv_heads + kv_head) * HEAD_DIM + chunk * 8;
-      copy16_async(k_tile + tile_offset(token, chunk), k_cache + at, row >= 0);  // rows past the end: zeros, never NaN
-      copy16_async(k_tile + K_BYTES + tile_offset(token, chunk), v_cache + at, row >= 0);
-    }
-  };
+  const PagedTiles<TILE_K, THREADS> tiles{q_tile + Q_BYTES, cache_rows,  k_cache,     v_cache,
+                                          num_kv_heads,     kv_head,     block_table, num_keys};
 
 #pragma unroll
   for (int i = 0; i < TILE_ROWS * ROW_CHUNKS / THREADS; ++i) {
@@ -113,19 +98,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_split(
     copy16_async(q_tile + tile_offset(row, chunk), q + at, row < num_rows);
   }
   if (threadIdx.x < TILE_K) {
-    cache_rows[first_tile % 2][threadIdx.x] = row_of(first_tile);
-    cache_rows[(first_tile + 1) % 2][threadIdx.x] = row_of(first_tile + 1);
+    cache_rows[first_tile % 2][threadIdx.x] = tiles.row_of(first_tile);
+    cache_rows[(first_tile + 1) % 2][threadIdx.x] = tiles.row_of(first_tile + 1);
   }
   __syncthreads();
-  if (first_tile < end_tile) fetch(first_tile);
+  if (first_tile < end_tile) tiles.fetch(first_tile);
   copy_commit();
 
   const int warp_row = warp * 16;
   const int warp_position = position_of(warp_row), last_position = position_of(min(warp_row + 15, num_rows - 1));
   const int positions[2] = {position_of(warp_row + g), position_of(warp_row + g + 8)};
-  float acc[HEAD_DIM / 8][4] = {};
-  float largest[2] = {LOWEST, LOWEST}, total[2] = {};  // of rows g and g + 8
-  u32 q_frag[Q_IN_REGISTERS ? HEAD_DIM / 16 : 1][4];
+  float acc[1][HEAD_DIM / 8][4] = {};
+  float largest[1][2] = {LOWEST, LOWEST}, total[1][2] = {};  // of rows g and g + 8
+  QueryFragments<1> q_frag;
   const float scale_log2 = scale * LOG2_E;
   const TileReader k_reader(lane / 16 * 8 + lane % 8, lane / 8 % 2), v_reader(lane % 16, lane / 16);
   const u32 q_rows = q_tile + warp_row * ROW_BYTES;
@@ -133,83 +118,27 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_split(
   for (int tile = first_tile; tile < end_tile; ++tile) {
     copy_wait<0>();
     __syncthreads();  // the tile is here for all warps, and all are done with the buffer that is refilled next
-    if (tile + 1 < end_tile) fetch(tile + 1);
+    if (tile + 1 < end_tile) tiles.fetch(tile + 1);
     copy_commit();
-    const int next_row = threadIdx.x < TILE_K ? row_of(tile + 2) : -1;
-    if (Q_IN_REGISTERS && tile == first_tile) {
+    const int next_row = threadIdx.x < TILE_K ? tiles.row_of(tile + 2) : -1;
+    if (Q_IN_REGISTERS<1> && tile == first_tile) {
 #pragma unroll
-      for (int k = 0; k < HEAD_DIM / 16; ++k) load_matrices(q_frag[k], v_reader.at(q_rows, 0, k));
+      for (int k = 0; k < HEAD_DIM / 16; ++k) load_queries(q_frag[k], q_rows, v_reader, k);
     }
 
-    const u32 k_tile = q_tile + Q_BYTES + tile % 2 * 2 * K_BYTES, v_tile = k_tile + K_BYTES;
     const int first_key = tile * TILE_K;
     if (warp_row < num_rows && first_key <= last_position) {
-      float scores[TILE_K / 8][4] = {};
-#pragma unroll
-      for (int k = 0; k < HEAD_DIM / 16; ++k) {
-        u32 (&a)[4] = q_frag[Q_IN_REGISTERS ? k : 0];
-        if (!Q_IN_REGISTERS) load_matrices(a, v_reader.at(q_rows, 0, k));
-#pragma unroll
-        for (int n = 0; n < TILE_K / 16; ++n) {
-          u32 b[4];
-          load_matrices(b, k_reader.at(k_tile, n * 16, k));
-          mma_16x8x16<scalar>(scores[2 * n], a, b[0], b[1]);
-          mma_16x8x16<scalar>(scores[2 * n + 1], a, b[2], b[3]);
-        }
-      }
+      float scores[1][TILE_K / 8][4] = {};
+      multiply_keys(scores, q_frag, q_rows, v_reader, tiles.k_tile(tile), k_reader, 0);
       if (first_key + TILE_K - 1 > warp_position) {  // the last key lies behind the first query
 #pragma unroll
         for (int i = 0; i < TILE_K / 8 * 4; ++i) {
           const int n = i / 4, c = i % 4, key = first_key + n * 8 + 2 * t + c % 2;
-          if (key > positions[c / 2]) scores[n][c] = NEG_INF;
+          if (key > positions[c / 2]) scores[0][n][c] = NEG_INF;
         }
       }
-
-      // As in the tiled kernel, all is rescaled only when some maximum has outgrown the reference by 2^8.
-      float seen[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        seen[r] = largest[r];
-#pragma unroll
-        for (int n = 0; n < TILE_K / 8; ++n) seen[r] = fmaxf(seen[r], fmaxf(scores[n][2 * r], scores[n][2 * r + 1]));
-      }
-      if (__any_sync(FULL_MASK, fmaxf(seen[0] - largest[0], seen[1] - largest[1]) * scale_log2 > 8.f)) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float new_largest = warp_max<4>(seen[r]);
-          const float keep = exp2_fast((largest[r] - new_largest) * scale_log2);
-          largest[r] = new_largest;
-          total[r] *= keep;
-#pragma unroll
-          for (int n = 0; n < HEAD_DIM / 8; ++n) {
-            acc[n][2 * r] *= keep;
-            acc[n][2 * r + 1] *= keep;
-          }
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < TILE_K / 8 * 4; ++i) {
-        const int n = i / 4, c = i % 4;
-        scores[n][c] = exp2_fast((scores[n][c] - largest[c / 2]) * scale_log2);
-        total[c / 2] += scores[n][c];  // this lane's keys only; lanes are added at the end
-      }
-
-#pragma unroll
-      for (int k = 0; k < TILE_K / 16; ++k) {
-        u32 p[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {  // C of two neighbouring 8-key tiles is A of one 16-key product
-          const float* s = scores[2 * k + i / 2] + i % 2 * 2;
-          p[i] = pack2<scalar>(s[0], s[1]);
-        }
-#pragma unroll
-        for (int n = 0; n < HEAD_DIM / 16; ++n) {
-          u32 b[4];
-          load_matrices_transposed(b, v_reader.at(v_tile, k * 16, n));
-          mma_16x8x16<scalar>(acc[2 * n], p, b[0], b[1]);
-          mma_16x8x16<scalar>(acc[2 * n + 1], p, b[2], b[3]);
-        }
-      }
+      update_softmax(scores, acc, largest, total, scale_log2);
+      multiply_values(acc, scores, tiles.v_tile(tile), v_reader, 0);
     }
     if (threadIdx.x < TILE_K) cache_rows[tile % 2][threadIdx.x] = next_row;  // read after the next barrier
   }
@@ -222,19 +151,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_split(
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = warp_row + g + r * 8;
-    const float sum = warp_sum<4>(total[r]), inverse = sum > 0.f ? 1.f / sum : 0.f;  // no context: zeros
+    const float sum = warp_sum<4>(total[0][r]), inverse = sum > 0.f ? 1.f / sum : 0.f;  // no context: zeros
     if (row >= num_rows) continue;
     if (splits == 1) {
 #pragma unroll
       for (int n = 0; n < HEAD_DIM / 8; ++n)
-        *(u32*)(out_rows(row) + n * 8 + 2 * t) = pack2<scalar>(acc[n][2 * r] * inverse, acc[n][2 * r + 1] * inverse);
+        *(u32*)(out_rows(row) + n * 8 + 2 * t) = pack2<scalar>(acc[0][n][2 * r] * inverse, acc[0][n][2 * r + 1] * inverse);
     } else {
       const int at = split * TILE_ROWS + row;
-      if (t == 0) partial_lse[at] = sum > 0.f ? largest[r] * scale_log2 + log2f(sum) : NEG_INF;
+      if (t == 0) partial_lse[at] = sum > 0.f ? largest[0][r] * scale_log2 + log2f(sum) : NEG_INF;
 #pragma unroll
       for (int n = 0; n < HEAD_DIM / 8; ++n)
         *(float2*)(partial_out + at * HEAD_DIM + n * 8 + 2 * t) =
-            make_float2(acc[n][2 * r] * inverse, acc[n][2 * r + 1] * inverse);
+            make_float2(acc[0][n][2 * r] * inverse, acc[0][n][2 * r + 1] * inverse);
     }
   }
   if (splits == 1) return;

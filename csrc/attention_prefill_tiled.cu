@@ -1,27 +1,22 @@
 // Paged prefill attention, tiled, on tensor cores: FlashAttention-2 (Dao 2023) over a block table.
 //
 // A block holds TILE_Q queries of one head in shared memory and walks over the keys they can see: LOAD_K at a time come
-// into shared memory, TILE_K at a time are multiplied. Scores never leave registers: the product Q K^T is laid out like
-// the left operand of the product with V, and an online softmax rescales what was summed before. Each key row is loaded
-// once per TILE_Q queries.
+// into shared memory, TILE_K at a time are multiplied. Each key row is loaded once per TILE_Q queries. How a tile is
+// fetched, multiplied and put through the softmax is in attention_tile.cuh.
 //
-// * Paged: a tile of keys is gathered row by row through the block table. Rows are 128 bytes or more, so this costs
-//   nothing in bandwidth; the table is read one tile ahead, off the critical path.
 // * Prefix: query i of n stands at position context_len - n + i. Masking compares positions, so a chunk after a cached
 //   prefix, a whole prompt, and a single token are the same case.
-// * While a tile is being used, cp.async brings the next one into the other half of the double buffer.
+// * While a tile is being used, the next one is on its way into the other half of the double buffer.
 // * A warp owns ROW_TILES * 16 queries. With 2, every K or V fragment read from shared memory feeds two products; with 1,
 //   shared memory is what limits the tensor cores, but short chunks and small grids waste less.
 //
 // Macros beyond those of attention_common.cuh, chosen by the host: WARPS (4 or 8), ROW_TILES (1 or 2), LOAD_K.
-#include "attention_mma.cuh"
+#include "attention_tile.cuh"
 
 constexpr int THREADS = WARPS * WARP;
 constexpr int TILE_Q = WARPS * ROW_TILES * 16;
 constexpr int TILE_K = ROW_TILES * LOAD_K < 64 ? LOAD_K : 64 / ROW_TILES;  // so that scores take 32 registers
-constexpr int Q_BYTES = TILE_Q * ROW_BYTES;
-constexpr int K_BYTES = LOAD_K * ROW_BYTES;        // shared memory: Q_BYTES + 2 * (K_BYTES for K + K_BYTES for V)
-constexpr bool Q_IN_REGISTERS = ROW_TILES * HEAD_DIM <= 128;  // else 64 registers that the sums need: reread instead
+constexpr int Q_BYTES = TILE_Q * ROW_BYTES;  // in shared memory, before the double buffer of PagedTiles
 
 // grid (Hq, S, ceil(max_seqlen_q / TILE_Q)), block THREADS threads.
 extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_tiled(
@@ -51,21 +46,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_tiled(
   const int num_keys = max(0, min(context_len, first_position + TILE_Q));
   const int num_tiles = (num_keys + LOAD_K - 1) / LOAD_K;
 
-  const auto row_of = [&](int tile) {  // for thread i < LOAD_K: token i of the tile
-    const int token = tile * LOAD_K + threadIdx.x;
-    return token < num_keys ? cache_row(block_table, token) : -1;
-  };
-  const auto fetch = [&](int tile) {
-    const u32 k_tile = q_tile + Q_BYTES + tile % 2 * 2 * K_BYTES;
-#pragma unroll
-    for (int i = 0; i < LOAD_K * ROW_CHUNKS / THREADS; ++i) {
-      const int token = (i * THREADS + threadIdx.x) / ROW_CHUNKS, chunk = (i * THREADS + threadIdx.x) % ROW_CHUNKS;
-      const int row = cache_rows[tile % 2][token];
-      const i64 at = row < 0 ? 0 : ((i64)row * num_kv_heads + kv_head) * HEAD_DIM + chunk * 8;
-      copy16_async(k_tile + tile_offset(token, chunk), k_cache + at, row >= 0);  // rows past the end: zeros, never NaN
-      copy16_async(k_tile + K_BYTES + tile_offset(token, chunk), v_cache + at, row >= 0);
-    }
-  };
+  const PagedTiles<LOAD_K, THREADS> tiles{q_tile + Q_BYTES, cache_rows,  k_cache,     v_cache,
+                                          num_kv_heads,     kv_head,     block_table, num_keys};
 
 #pragma unroll
   for (int i = 0; i < TILE_Q * ROW_CHUNKS / THREADS; ++i) {
@@ -75,11 +57,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_tiled(
     copy16_async(q_tile + tile_offset(row, chunk), q + at, valid);
   }
   if (threadIdx.x < LOAD_K) {
-    cache_rows[0][threadIdx.x] = row_of(0);
-    cache_rows[1][threadIdx.x] = row_of(1);
+    cache_rows[0][threadIdx.x] = tiles.row_of(0);
+    cache_rows[1][threadIdx.x] = tiles.row_of(1);
   }
   __syncthreads();
-  if (num_tiles > 0) fetch(0);
+  if (num_tiles > 0) tiles.fetch(0);
   copy_commit();
 
   const int warp_row = warp * ROW_TILES * 16;                // the warp's first query in the tile
@@ -89,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_tiled(
   float largest[ROW_TILES][2], total[ROW_TILES][2] = {};     // of rows g and g + 8 of each row tile
 #pragma unroll
   for (int m = 0; m < ROW_TILES; ++m) largest[m][0] = largest[m][1] = NEG_INF;
-  u32 q_frag[Q_IN_REGISTERS ? HEAD_DIM / 16 : 1][ROW_TILES][4];
+  QueryFragments<ROW_TILES> q_frag;
   const float scale_log2 = scale * LOG2_E;
 
   const TileReader k_reader(lane / 16 * 8 + lane % 8, lane / 8 % 2), v_reader(lane % 16, lane / 16);
@@ -98,25 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_tiled(
   // TILE_K keys from row `start` of a K tile and a V tile on. Compiled twice: only tiles on the diagonal pay for masking.
   const auto process = [&](u32 k_tile, u32 v_tile, int start, int first_key, bool masked) {
     float scores[ROW_TILES][TILE_K / 8][4] = {};
-#pragma unroll
-    for (int k = 0; k < HEAD_DIM / 16; ++k) {
-      u32 (&a)[ROW_TILES][4] = q_frag[Q_IN_REGISTERS ? k : 0];
-      if (!Q_IN_REGISTERS) {
-#pragma unroll
-        for (int m = 0; m < ROW_TILES; ++m) load_matrices(a[m], v_reader.at(q_rows, m * 16, k));
-      }
-#pragma unroll
-      for (int n = 0; n < TILE_K / 16; ++n) {
-        u32 b[4];
-        load_matrices(b, k_reader.at(k_tile, start + n * 16, k));
-#pragma unroll
-        for (int m = 0; m < ROW_TILES; ++m) {
-          mma_16x8x16<scalar>(scores[m][2 * n], a[m], b[0], b[1]);
-          mma_16x8x16<scalar>(scores[m][2 * n + 1], a[m], b[2], b[3]);
-        }
-      }
-    }
-
+    multiply_keys(scores, q_frag, q_rows, v_reader, k_tile, k_reader, start);
     if (masked) {  // that is, if (first_key + TILE_K - 1 > warp_position): the last key lies behind the first query
 #pragma unroll
       for (int i = 0; i < ROW_TILES * TILE_K / 8 * 4; ++i) {
@@ -125,85 +89,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_tiled(
         if (key > position) scores[m][n][c] = NEG_INF;
       }
     }
-
-    // Any reference will do that keeps exponentials in range, so it moves, and all sums are rescaled, only when some
-    // maximum has outgrown it by 2^8. After the first few tiles that is rare (the idea is FlashAttention-4's).
-    float seen[ROW_TILES][2];
-    bool outgrown = false;
-#pragma unroll
-    for (int i = 0; i < ROW_TILES * 2; ++i) {
-      const int m = i / 2, r = i % 2;
-      float new_largest = largest[m][r];
-#pragma unroll
-      for (int n = 0; n < TILE_K / 8; ++n)
-        new_largest = fmaxf(new_largest, fmaxf(scores[m][n][2 * r], scores[m][n][2 * r + 1]));
-      outgrown |= (new_largest - largest[m][r]) * scale_log2 > 8.f;
-      seen[m][r] = new_largest;  // by this lane
-    }
-    if (__any_sync(FULL_MASK, outgrown)) {
-#pragma unroll
-      for (int i = 0; i < ROW_TILES * 2; ++i) {
-        const int m = i / 2, r = i % 2;
-        const float new_largest = warp_max<4>(seen[m][r]);  // finite: every query sees key 0, which comes first
-        const float keep = exp2_fast((largest[m][r] - new_largest) * scale_log2);
-        largest[m][r] = new_largest;
-        total[m][r] *= keep;
-#pragma unroll
-        for (int n = 0; n < HEAD_DIM / 8; ++n) {
-          acc[m][n][2 * r] *= keep;
-          acc[m][n][2 * r + 1] *= keep;
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < ROW_TILES * 2; ++i) {
-      const int m = i / 2, r = i % 2;
-      const float offset = largest[m][r] * scale_log2;
-#pragma unroll
-      for (int n = 0; n < TILE_K / 8; ++n) {
-#pragma unroll
-        for (int c = 2 * r; c < 2 * r + 2; ++c) {
-          scores[m][n][c] = exp2_fast(scores[m][n][c] * scale_log2 - offset);
-          total[m][r] += scores[m][n][c];  // this lane's keys only; lanes are added at the end
-        }
-      }
-    }
-
-#pragma unroll
-    for (int k = 0; k < TILE_K / 16; ++k) {
-      u32 p[ROW_TILES][4];
-#pragma unroll
-      for (int i = 0; i < ROW_TILES * 4; ++i) {  // C of two neighbouring 8-key tiles is A of one 16-key product
-        const float* s = scores[i / 4][2 * k + i % 4 / 2] + i % 2 * 2;
-        p[i / 4][i % 4] = pack2<scalar>(s[0], s[1]);
-      }
-#pragma unroll
-      for (int n = 0; n < HEAD_DIM / 16; ++n) {
-        u32 b[4];
-        load_matrices_transposed(b, v_reader.at(v_tile, start + k * 16, n));
-#pragma unroll
-        for (int m = 0; m < ROW_TILES; ++m) {
-          mma_16x8x16<scalar>(acc[m][2 * n], p[m], b[0], b[1]);
-          mma_16x8x16<scalar>(acc[m][2 * n + 1], p[m], b[2], b[3]);
-        }
-      }
-    }
+    update_softmax(scores, acc, largest, total, scale_log2);
+    multiply_values(acc, scores, v_tile, v_reader, start);
   };
 
   for (int tile = 0; tile < num_tiles; ++tile) {
     copy_wait<0>();
     __syncthreads();  // the tile is here for all warps, and all are done with the buffer that is refilled next
-    if (tile + 1 < num_tiles) fetch(tile + 1);
+    if (tile + 1 < num_tiles) tiles.fetch(tile + 1);
     copy_commit();
-    const int next_row = threadIdx.x < LOAD_K ? row_of(tile + 2) : -1;
-    if (Q_IN_REGISTERS && tile == 0) {
+    const int next_row = threadIdx.x < LOAD_K ? tiles.row_of(tile + 2) : -1;
+    if (Q_IN_REGISTERS<ROW_TILES> && tile == 0) {
 #pragma unroll
-      for (int k = 0; k < HEAD_DIM / 16; ++k)
-#pragma unroll
-        for (int m = 0; m < ROW_TILES; ++m) load_matrices(q_frag[k][m], v_reader.at(q_rows, m * 16, k));
+      for (int k = 0; k < HEAD_DIM / 16; ++k) load_queries(q_frag[k], q_rows, v_reader, k);
     }
 
-    const u32 k_tile = q_tile + Q_BYTES + tile % 2 * 2 * K_BYTES, v_tile = k_tile + K_BYTES;
+    const u32 k_tile = tiles.k_tile(tile), v_tile = tiles.v_tile(tile);
 #pragma unroll 1  // unrolled, the body would outgrow the instruction cache
     for (int start = 0; start < LOAD_K; start += TILE_K) {
       const int first_key = tile * LOAD_K + start;

@@ -2,8 +2,8 @@
 //
 // It computes what attention_prefill_tiled.cu does, with the division of labour of FlashAttention-3 (Shah et al. 2024):
 //
-// * Producers: one warp brings K, one V, one Q. For K and V the copy engine is told a box per cache block, which is all
-//   that paging costs. Tiles wait in rings in shared memory; mbarriers tell when one is full and when it is free again.
+// * Producers: one warp brings K, one V, one Q, into rings in shared memory (attention_wgmma_rings.cuh). mbarriers tell when a
+//   tile there is full and when it is free again.
 // * Consumers: warpgroups of 64 queries each. Scores of tile j + 1 are multiplied, then tile j is multiplied with V in the
 //   background, while the softmax of tile j + 1 is computed.
 // * Turns: a warpgroup sends off its products when the one before it has sent off its own. So they get out of step, and
@@ -11,28 +11,9 @@
 // * As many blocks as SMs, each drawing work until none is left: one head of one tile of queries at a time. Its Q, K and V
 //   are on their way before the results of the one before it are written.
 #include "attention_softmax.cuh"
-#include "attention_work.cuh"
-#include "hopper.cuh"
+#include "attention_wgmma_rings.cuh"
 
-constexpr int CONSUMERS = HEAD_DIM <= 64 ? 3 : 2;
-constexpr int TILE_Q = CONSUMERS * 64;
-constexpr int TILE_K = HEAD_DIM <= 128 ? 128 : 64;
-constexpr int STAGES = 2;                           // tiles of K, and of V, in shared memory
-constexpr int SLOTS = HEAD_DIM <= 128 ? 2 : 1;      // tiles of Q
-constexpr int GROUP = 4 * WARP;
-constexpr int THREADS = (CONSUMERS + 1) * GROUP;
-constexpr int COLUMNS = (HEAD_DIM + 63) / 64;       // of 64 dims (column_offset)
-constexpr int Q_COLUMN = 64 * 128, Q_GROUP = COLUMNS * Q_COLUMN, Q_TILE = CONSUMERS * Q_GROUP;  // bytes
-constexpr int KV_COLUMN = TILE_K * 128, KV_TILE = COLUMNS * KV_COLUMN;
-constexpr int BOX_TOKENS = (BLOCK_SIZE | TILE_K) & -(BLOCK_SIZE | TILE_K);  // the largest power of 2 that divides both
-constexpr int BOXES = TILE_K / BOX_TOKENS * COLUMNS;
-static_assert(BOXES <= WARP, "a lane asks for one");
 constexpr int WIDTH = HEAD_DIM < 128 ? HEAD_DIM : 128;  // dims of one product with V
-enum Barrier {
-  WORK_FULL, Q_FULL = SLOTS, Q_EMPTY = 2 * SLOTS,
-  K_FULL = 3 * SLOTS, V_FULL = K_FULL + STAGES, K_EMPTY = V_FULL + STAGES, V_EMPTY = K_EMPTY + STAGES,
-  BARRIERS = V_EMPTY + STAGES
-};
 
 // grid: any number of blocks, block THREADS threads. out to context_lens as for attention_prefill_tiled, but maps of boxes
 // [BOX_TOKENS, 1, 64] for the caches, seen as [num_blocks * BLOCK_SIZE, Hkv, D]. `counter` is 0 before and after.
@@ -44,85 +25,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_wgmma
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ u64 barriers[BARRIERS];
   __shared__ Work<TILE_Q, TILE_K> works[SLOTS];
-  const u32 q_ring = (shared_address(shared) + 1023) / 1024 * 1024, k_ring = q_ring + SLOTS * Q_TILE;
-  const u32 v_ring = k_ring + STAGES * KV_TILE;
+  const Rings rings(shared, barriers, works);
   const int warp = __shfl_sync(FULL_MASK, (int)threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
   const int group = warp / 4 - 1;  // of consumers; -1: producers
-  const auto barrier = [&](int index) { return shared_address(barriers) + index * 8; };
 
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < BARRIERS; ++i) {
-      const bool of_threads = i >= Q_FULL && i < Q_EMPTY, of_consumers = i >= K_EMPTY || (i >= Q_EMPTY && i < K_FULL);
-      mbarrier_init(barrier(i), of_threads ? WARP : of_consumers ? CONSUMERS * 4 + (i < K_FULL ? 2 : 0) : 1);
-    }
-    mbarriers_ready();
-  }
+  if (threadIdx.x == 0) rings.init();
   __syncthreads();
-  const auto next_work = [&](int kind, u32 turn) {
-    mbarrier_wait(barrier(kind + turn % SLOTS), turn / SLOTS & 1);
-    const auto work = works[turn % SLOTS];
-    __syncwarp();
-    return work;
-  };
 
   if (group < 0) {
     give_registers<CONSUMERS == 2 ? 40 : 32>();
-    if (warp == 2) {  // draws work and brings Q
-      int item = blockIdx.x, num_items;
-      for (u32 turn = 0;; ++turn) {
-        const auto w = find_work<TILE_Q, TILE_K>(cu_seqlens_q, context_lens, num_seqs, num_heads, item, num_items);
-        const u32 slot = turn % SLOTS;
-        mbarrier_wait(barrier(Q_EMPTY + slot), turn / SLOTS & 1 ^ 1);
-        if (lane == 0) {
-          works[slot] = w;
-          mbarrier_arrive(barrier(WORK_FULL + slot));
-        }
-#pragma unroll 4
-        for (int i = lane; i < TILE_Q * ROW_CHUNKS && w.head >= 0; i += WARP) {
-          const int row = i / ROW_CHUNKS, chunk = i % ROW_CHUNKS;
-          const bool valid = w.first_query + row < w.q_len;
-          const i64 at = valid ? (i64)(w.q_start + w.first_query + row) * q_stride + w.head * HEAD_DIM + chunk * 8 : 0;
-          copy16_async(q_ring + slot * Q_TILE + row / 64 * Q_GROUP + column_offset(row % 64, chunk, Q_COLUMN), q + at,
-                       valid);
-        }
-        copy_commit();
-        copy_wait<0>();
-        publish_shared();
-        mbarrier_arrive(barrier(Q_FULL + slot));
-        if (w.head < 0) break;
-        if (lane == 0) item = gridDim.x + atomicAdd(counter, 1);
-        item = __shfl_sync(FULL_MASK, item, 0);
-      }
-      if (lane == 0 && item == gridDim.x + num_items - 1) *counter = 0;  // nobody draws after this
-    } else if (warp < 2) {  // brings K, or V
+    if (warp == 2) {
+      bring_queries(rings, q, cu_seqlens_q, context_lens, counter, q_stride, num_heads, num_seqs);
+    } else if (warp < 2) {
       const TensorMap& map = warp == 0 ? k_map : v_map;
-      const u32 ring = warp == 0 ? k_ring : v_ring;
-      const u32 full = barrier(warp == 0 ? K_FULL : V_FULL), empty = barrier(warp == 0 ? K_EMPTY : V_EMPTY);
-      const int column = lane % COLUMNS, box_token = lane / COLUMNS * BOX_TOKENS;
-      prefetch_map(map);
-      u32 step = 0;  // tiles brought so far
-      for (u32 turn = 0;; ++turn) {
-        const auto w = next_work(WORK_FULL, turn);
-        if (lane == 0) mbarrier_arrive(barrier(Q_EMPTY + turn % SLOTS));
-        if (w.head < 0) break;
-        const int kv_head = w.head / (num_heads / num_kv_heads), num_keys = w.num_keys(), num_tiles = w.num_tiles();
-        const auto find_row = [&](int tile) {
-          const int token = tile * TILE_K + box_token;
-          return lane < BOXES && token < num_keys ? cache_row(block_tables + (i64)w.seq * max_blocks, token)
-                                                  : -TILE_K;  // outside of the cache: zeros
-        };
-        int next_row = find_row(0);
-        for (int tile = 0; tile < num_tiles; ++tile, ++step) {
-          const u32 stage = step % STAGES;
-          const int row = next_row;
-          next_row = find_row(tile + 1);
-          mbarrier_wait(empty + stage * 8, step / STAGES & 1 ^ 1);
-          if (lane == 0) mbarrier_arrive_expecting(full + stage * 8, KV_TILE);
-          __syncwarp();
-          const u32 to = ring + stage * KV_TILE + column * KV_COLUMN + box_token * 128;
-          if (lane < BOXES) copy_box(to, map, full + stage * 8, column * 64, kv_head, row);
-        }
-      }
+      const u32 ring = warp == 0 ? rings.k : rings.v;
+      const u32 full = rings.barrier(warp == 0 ? K_FULL : V_FULL), empty = rings.barrier(warp == 0 ? K_EMPTY : V_EMPTY);
+      bring_tiles(rings, map, ring, full, empty, block_tables, max_blocks, num_heads, num_kv_heads);
     }
     return;
   }
@@ -130,25 +48,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_wgmma
   take_registers<CONSUMERS == 2 ? 232 : 160>();
   const int g = lane / 4, t = lane % 4, warp_row = group * 64 + warp % 4 * 16;
   const float scale_log2 = scale * LOG2_E;
-  const auto wait_full = [&](int kind, u32 step) { mbarrier_wait(barrier(kind + step % STAGES), step / STAGES & 1); };
+  const auto wait_full = [&](int kind, u32 step) { mbarrier_wait(rings.barrier(kind + step % STAGES), step / STAGES & 1); };
   const auto release = [&](int index) {
-    if (lane == 0) mbarrier_arrive(barrier(index));
+    if (lane == 0) mbarrier_arrive(rings.barrier(index));
   };
   const auto pass_turn = [&]() { named_arrive(1 + CONSUMERS + (group + 1) % CONSUMERS, 2 * GROUP); };
   if (group == CONSUMERS - 1) pass_turn();
 
   u32 step = 0;  // tiles used so far
   for (u32 turn = 0;; ++turn) {
-    const auto w = next_work(Q_FULL, turn);
+    const auto w = rings.next_work(Q_FULL, turn);
     if (w.head < 0) break;
     const int num_tiles = w.num_tiles(), warp_position = w.first_position() + warp_row;
-    const u32 q_tile = q_ring + turn % SLOTS * Q_TILE + group * Q_GROUP;
+    const u32 q_tile = rings.q + turn % SLOTS * Q_TILE + group * Q_GROUP;
     float scores[TILE_K / 2], acc[HEAD_DIM / WIDTH][WIDTH / 2] = {};
     u32 p_frag[TILE_K / 16][4];
     OnlineSoftmax<TILE_K / 2> softmax;
 
     const auto multiply_keys = [&](u32 step) {  // scores = Q K^T, in the background
-      const u64 queries = descriptor(q_tile), keys = descriptor(k_ring + step % STAGES * KV_TILE);
+      const u64 queries = descriptor(q_tile), keys = descriptor(rings.k + step % STAGES * KV_TILE);
       wgmma_begin();
 #pragma unroll
       for (int k = 0; k < HEAD_DIM / 16; ++k)
@@ -157,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_wgmma
       wgmma_commit();
     };
     const auto multiply_values = [&](u32 step) {  // acc += P V, in the background
-      const u64 values = descriptor(v_ring + step % STAGES * KV_TILE, KV_COLUMN);
+      const u64 values = descriptor(rings.v + step % STAGES * KV_TILE, KV_COLUMN);
       wgmma_begin();
 #pragma unroll
       for (int n = 0; n < HEAD_DIM / WIDTH; ++n)
@@ -219,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_prefill_wgmma
       if (stale % BOX_TOKENS) {
         for (int i = stale * 8 + threadIdx.x % GROUP; i < stop * 8; i += GROUP)
           for (int column = 0; column < COLUMNS; ++column)
-            clear16_shared(v_ring + step % STAGES * KV_TILE + column * KV_COLUMN + i * 16);
+            clear16_shared(rings.v + step % STAGES * KV_TILE + column * KV_COLUMN + i * 16);
         publish_shared();
         named_sync(1 + group, GROUP);
       }

@@ -16,7 +16,7 @@ template <int n> struct OnlineSoftmax {
   float keep[2];                          // if outgrown: what to multiply earlier sums by
   bool outgrown;
 
-  // Scores become probabilities, not yet divided by their sum. As in the tiled kernel, the reference moves, and all that
+  // Scores become probabilities, not yet divided by their sum. As in attention_tile.cuh, the reference moves, and all that
   // was summed is rescaled, only when some maximum has outgrown it by 2^8. Without `both` row g + 8 is left alone.
   __device__ __forceinline__ void update(float (&scores)[n], float scale_log2, bool both = true) {
     float seen[2];

@@ -590,7 +590,7 @@ def test_host_constants_agree_with_the_sources() -> None:
     assert constant("attention_prefill_split.cu", "TILE_K") == "HEAD_DIM <= 128 ? 64 : 32"
     assert constant("attention_prefill_split.cu", "MAX_SPLITS") == str(attention._MAX_SPLITS)
     assert constant("attention_prefill_split.cu", "MIN_TILES") == str(attention._MIN_TILES)
-    wgmma = "attention_prefill_wgmma.cu"
+    wgmma = "attention_wgmma_rings.cuh"
     assert constant(wgmma, "CONSUMERS") == "HEAD_DIM <= 64 ? 3 : 2"
     assert constant(wgmma, "TILE_Q") == "CONSUMERS * 64"
     assert constant(wgmma, "THREADS") == "(CONSUMERS + 1) * GROUP"
