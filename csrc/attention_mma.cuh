@@ -62,9 +62,11 @@ __device__ __forceinline__ void transpose_quad(u32 (&x)[4]) {
 // 16 bytes from global to shared memory without passing through registers, so that a thread can have many in flight.
 // Not valid: writes zeros and reads nothing.
 __device__ __forceinline__ void copy16_async(u32 to_shared, const void* from_global, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to_shared), "l"(from_global),
-               "r"(valid ? 16 : 0)
-               : "memory");
+  // The predicate says whether to ignore the source. The other spelling, a count of bytes to copy, costs six instructions.
+  asm volatile(
+      "{ .reg .pred ignored; setp.eq.u32 ignored, %2, 0; cp.async.cg.shared.global.L2::128B [%0], [%1], 16, ignored; }"
+      ::"r"(to_shared), "l"(from_global), "r"((u32)valid)
+      : "memory");
 }
 // Closes a group of the copies this thread issued since the last group.
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_split(
     const int* __restrict__ context_lens,   // [S], the chunk included
     float scale, int q_stride, int max_blocks, int num_heads, int max_splits) {
   extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ int cache_rows[2][TILE_K];  // where the tokens of the next two tiles are; -1 past the end
+  __shared__ i64 starts[2][TILE_K];  // where the keys of the next two tiles start
   const u32 q_tile = shared_address(shared);
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
 
@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_split(
   if (split >= splits) return;
   const int first_tile = all_tiles * split / splits, end_tile = all_tiles * (split + 1) / splits;
 
-  const PagedTiles<TILE_K, THREADS> tiles{q_tile + Q_BYTES, cache_rows,  k_cache,     v_cache,
+  const PagedTiles<TILE_K, THREADS> tiles{q_tile + Q_BYTES, starts,      k_cache,     v_cache,
                                           num_kv_heads,     kv_head,     block_table, num_keys};
 
 #pragma unroll
@@ -98,8 +98,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_split(
     copy16_async(q_tile + tile_offset(row, chunk), q + at, row < num_rows);
   }
   if (threadIdx.x < TILE_K) {
-    cache_rows[first_tile % 2][threadIdx.x] = tiles.row_of(first_tile);
-    cache_rows[(first_tile + 1) % 2][threadIdx.x] = tiles.row_of(first_tile + 1);
+    starts[first_tile % 2][threadIdx.x] = tiles.start_of(first_tile);
+    starts[(first_tile + 1) % 2][threadIdx.x] = tiles.start_of(first_tile + 1);
   }
   __syncthreads();
   if (first_tile < end_tile) tiles.fetch(first_tile);
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_split(
     __syncthreads();  // the tile is here for all warps, and all are done with the buffer that is refilled next
     if (tile + 1 < end_tile) tiles.fetch(tile + 1);
     copy_commit();
-    const int next_row = threadIdx.x < TILE_K ? tiles.row_of(tile + 2) : -1;
+    const i64 next_start = threadIdx.x < TILE_K ? tiles.start_of(tile + 2) : 0;
     if (Q_IN_REGISTERS<1> && tile == first_tile) {
 #pragma unroll
       for (int k = 0; k < HEAD_DIM / 16; ++k) load_queries(q_frag[k], q_rows, v_reader, k);
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_split(
       update_softmax(scores, acc, largest, total, scale_log2);
       multiply_values(acc, scores, tiles.v_tile(tile), v_reader, 0);
     }
-    if (threadIdx.x < TILE_K) cache_rows[tile % 2][threadIdx.x] = next_row;  // read after the next barrier
+    if (threadIdx.x < TILE_K) starts[tile % 2][threadIdx.x] = next_start;  // read after the next barrier
   }
   copy_wait<0>();
 

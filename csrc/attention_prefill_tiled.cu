@@ -15,7 +15,8 @@
 
 constexpr int THREADS = WARPS * WARP;
 constexpr int TILE_Q = WARPS * ROW_TILES * 16;
-constexpr int TILE_K = ROW_TILES * LOAD_K < 64 ? LOAD_K : 64 / ROW_TILES;  // so that scores take 32 registers
+constexpr int MOST_K = HEAD_DIM <= 64 ? 64 : 64 / ROW_TILES;  // scores take 32 registers, or 64 where sums leave room
+constexpr int TILE_K = LOAD_K < MOST_K ? LOAD_K : MOST_K;
 constexpr int Q_BYTES = TILE_Q * ROW_BYTES;  // in shared memory, before the double buffer of PagedTiles
 
 // grid (Hq, S, ceil(max_seqlen_q / TILE_Q)), block THREADS threads.
@@ -29,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_tiled(
     const int* __restrict__ context_lens,   // [S], the chunk included
     float scale, int q_stride, int max_blocks, int num_kv_heads) {
   extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ int cache_rows[2][LOAD_K];  // where the tokens of the next two tiles are; -1 past the end
+  __shared__ i64 starts[2][LOAD_K];  // where the keys of the next two tiles start
   const u32 q_tile = shared_address(shared);
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
 
@@ -46,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_tiled(
   const int num_keys = max(0, min(context_len, first_position + TILE_Q));
   const int num_tiles = (num_keys + LOAD_K - 1) / LOAD_K;
 
-  const PagedTiles<LOAD_K, THREADS> tiles{q_tile + Q_BYTES, cache_rows,  k_cache,     v_cache,
+  const PagedTiles<LOAD_K, THREADS> tiles{q_tile + Q_BYTES, starts,      k_cache,     v_cache,
                                           num_kv_heads,     kv_head,     block_table, num_keys};
 
 #pragma unroll
@@ -57,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_tiled(
     copy16_async(q_tile + tile_offset(row, chunk), q + at, valid);
   }
   if (threadIdx.x < LOAD_K) {
-    cache_rows[0][threadIdx.x] = tiles.row_of(0);
-    cache_rows[1][threadIdx.x] = tiles.row_of(1);
+    starts[0][threadIdx.x] = tiles.start_of(0);
+    starts[1][threadIdx.x] = tiles.start_of(1);
   }
   __syncthreads();
   if (num_tiles > 0) tiles.fetch(0);
@@ -98,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_tiled(
     __syncthreads();  // the tile is here for all warps, and all are done with the buffer that is refilled next
     if (tile + 1 < num_tiles) tiles.fetch(tile + 1);
     copy_commit();
-    const int next_row = threadIdx.x < LOAD_K ? tiles.row_of(tile + 2) : -1;
+    const i64 next_start = threadIdx.x < LOAD_K ? tiles.start_of(tile + 2) : 0;
     if (Q_IN_REGISTERS<ROW_TILES> && tile == 0) {
 #pragma unroll
       for (int k = 0; k < HEAD_DIM / 16; ++k) load_queries(q_frag[k], q_rows, v_reader, k);
@@ -113,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_tiled(
       if (first_key + TILE_K - 1 > warp_position) process(k_tile, v_tile, start, first_key, true);
       else process(k_tile, v_tile, start, first_key, false);
     }
-    if (threadIdx.x < LOAD_K) cache_rows[tile % 2][threadIdx.x] = next_row;  // read after the next barrier
+    if (threadIdx.x < LOAD_K) starts[tile % 2][threadIdx.x] = next_start;  // read after the next barrier
   }
   copy_wait<0>();
 

@@ -16,7 +16,7 @@
 template <int tokens, int threads> struct PagedTiles {
   static constexpr int BYTES = tokens * ROW_BYTES;  // of a tile of K, or of V
   u32 buffer;                    // 2 * (BYTES for K + BYTES for V)
-  int (&cache_rows)[2][tokens];  // where the tokens of the next two tiles are; -1 past the end
+  i64 (&starts)[2][tokens];      // where the rows of the next two tiles start in a cache, in bytes
   const scalar *k_cache, *v_cache;
   int num_kv_heads, kv_head;
   const int* block_table;
@@ -24,20 +24,20 @@ template <int tokens, int threads> struct PagedTiles {
 
   __device__ __forceinline__ u32 k_tile(int tile) const { return buffer + tile % 2 * 2 * BYTES; }
   __device__ __forceinline__ u32 v_tile(int tile) const { return k_tile(tile) + BYTES; }
-  // For thread i < tokens: the row of token i of the tile.
-  __device__ __forceinline__ int row_of(int tile) const {
+  // For thread i < tokens: where the row of token i of the tile starts.
+  __device__ __forceinline__ i64 start_of(int tile) const {
     const int token = tile * tokens + threadIdx.x;
-    return token < num_keys ? cache_row(block_table, token) : -1;
+    return token < num_keys ? ((i64)cache_row(block_table, token) * num_kv_heads + kv_head) * ROW_BYTES : 0;
   }
-  // Sends for a tile whose rows stand in cache_rows.
+  // Sends for a tile whose rows stand in `starts`. Runs between products, so it must be short: addresses are ready.
   __device__ __forceinline__ void fetch(int tile) const {
 #pragma unroll
     for (int i = 0; i < tokens * ROW_CHUNKS / threads; ++i) {
       const int token = (i * threads + threadIdx.x) / ROW_CHUNKS, chunk = (i * threads + threadIdx.x) % ROW_CHUNKS;
-      const int row = cache_rows[tile % 2][token];
-      const i64 at = row < 0 ? 0 : ((i64)row * num_kv_heads + kv_head) * HEAD_DIM + chunk * 8;
-      copy16_async(k_tile(tile) + tile_offset(token, chunk), k_cache + at, row >= 0);  // past the end: zeros, never NaN
-      copy16_async(v_tile(tile) + tile_offset(token, chunk), v_cache + at, row >= 0);
+      const i64 at = starts[tile % 2][token] + chunk * 16;
+      const bool valid = token < num_keys - tile * tokens;  // past the end: zeros, never NaN
+      copy16_async(k_tile(tile) + tile_offset(token, chunk), (const char*)k_cache + at, valid);
+      copy16_async(v_tile(tile) + tile_offset(token, chunk), (const char*)v_cache + at, valid);
     }
   }
 };
