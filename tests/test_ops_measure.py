@@ -11,7 +11,7 @@ import torch
 from nanopd.ops import measure
 from nanopd.ops.benchmark import KernelBenchmark, bench_kernels
 from nanopd.ops.ceilings import Ceilings, measure_ceilings
-from nanopd.ops.measure import environment, gpu_slug, recorded, time_cpu, write_result
+from nanopd.ops.measure import environment, gpu_slug, recorded, time_in_turn, time_op, write_result
 from nanopd.ops.reference import ReferenceOps
 
 
@@ -30,14 +30,33 @@ def test_ceilings_of_this_machine() -> None:
     assert 1e-4 < ceilings.matmul_tflop_s < 1_000
 
 
-def test_time_cpu_divides_by_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = {"now": 0.0}
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock["now"])
+class Clock:
+    """Time that passes only in ``work``; every unit of work makes the next one take ``drift`` times as long."""
 
-    def work(seconds: float) -> None:
-        clock["now"] += seconds
+    def __init__(self, drift: float = 1.0) -> None:
+        self.now, self.slowness, self.drift = 0.0, 1.0, drift
 
-    assert time_cpu(work, [(0.001,), (0.003,)], samples=3) == pytest.approx(2.0)
+    def work(self, seconds: float) -> None:
+        self.now += seconds * self.slowness
+        self.slowness *= self.drift
+
+
+def test_time_is_divided_by_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock.now)
+    ms = time_op(torch.device("cpu"), clock.work, [(0.001,), (0.003,)], samples=3)
+    assert ms == pytest.approx(2.0)
+
+
+def test_what_takes_turns_is_compared_fairly_on_a_machine_that_slows_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(drift=1.01)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock.now)
+    cpu = torch.device("cpu")
+    alike = {name: (clock.work, [(0.01,)]) for name in ("first", "second")}
+    times = time_in_turn(cpu, alike, samples=25)
+    assert times["second"] / times["first"] == pytest.approx(1.01)
+    one_by_one = [time_op(cpu, *call, samples=25) for call in alike.values()]
+    assert one_by_one[1] / one_by_one[0] > 1.25
 
 
 def test_record_holds_values_and_where_they_come_from(tmp_path: Path) -> None:
@@ -64,12 +83,12 @@ def test_slug(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_row_of_the_benchmark_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def once(fn, inputs=((),), **_: object) -> float:
+    def once(fn, inputs, _: float):
         for args in inputs:
             fn(*args)
-        return 1.0
+        return lambda: 1.0
 
-    monkeypatch.setattr(measure, "time_cpu", once)
+    monkeypatch.setattr(measure, "_cpu_timer", once)
     results = bench_kernels("cpu", progress=False)
     assert set(results) == {"ceilings", "decode", "prefill", "cache", "elementwise"}
     json.dumps(results)

@@ -1,8 +1,8 @@
 """How close each kernel comes to what the device can do, every figure a ratio within one run.
 
 Memory-bound kernels are compared with a plain copy (bytes read plus bytes written per second), attention also with
-PyTorch's scaled_dot_product_attention over contiguous memory, which has no block table to follow. A kernel's bytes are
-those it cannot avoid: for decode attention the keys and values of the context, once.
+PyTorch's scaled_dot_product_attention over contiguous memory, which has no block table to follow, the two taking turns.
+A kernel's bytes are those it cannot avoid: for decode attention the keys and values of the context, once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nanopd.ops.attention import DecodeKernel, PrefillKernel
 from nanopd.ops.ceilings import Ceilings, measure_ceilings
 from nanopd.ops.cuda import CudaOps
 from nanopd.ops.interface import Ops
-from nanopd.ops.measure import time_op
+from nanopd.ops.measure import Inputs, time_in_turn, time_op
 from nanopd.ops.select import get_ops
 
 BLOCK_SIZE = 16
@@ -126,14 +126,12 @@ class KernelBenchmark:
         sets = self._sets(kv_bytes)
         inputs = [self._paged_decode(heads, contexts) for _ in range(sets)]
         row: Row = {"contexts": len(contexts), "kv_tokens": sum(contexts), "kv_bytes": kv_bytes, "input_sets": sets}
-        for name, fn in self._decode_variants(every_variant).items():
-            row[name] = self._memory_row(self._time(fn, inputs), kv_bytes)
+        variants = self._decode_variants(every_variant)
+        calls: dict[str, tuple[Callable[..., Tensor], Inputs]] = {name: (fn, inputs) for name, fn in variants.items()}
         if len(set(contexts)) == 1:
             dense = [self._dense(heads, len(contexts), 1, contexts[0]) for _ in range(sets)]
-            row["sdpa"] = self._memory_row(self._time(_sdpa, dense), kv_bytes)
-            for name in self._decode_variants(every_variant):
-                row[name]["of_sdpa"] = row["sdpa"]["ms"] / row[name]["ms"]
-        return row
+            calls["sdpa"] = (_sdpa, dense)
+        return row | _beside_sdpa({name: self._memory_row(ms, kv_bytes) for name, ms in self._in_turn(calls).items()})
 
     def _decode_variants(self, every: bool) -> dict[str, Callable[..., Tensor]]:
         if not isinstance(self.ops, CudaOps):
@@ -155,13 +153,10 @@ class KernelBenchmark:
             if self.ops.attention.has_wgmma:
                 kernels.insert(0, "wgmma")
             variants = {kernel: partial(self.ops.attention.prefill, kernel=kernel) for kernel in kernels}
-        dense = [self._dense(heads, 1, chunk, context) for _ in range(sets)]
-        causal = partial(_sdpa, causal=True)
-        row["sdpa"] = self._compute_row(self._time(causal, dense), operations)
-        for name, fn in variants.items():
-            row[name] = self._compute_row(self._time(fn, inputs), operations)
-            row[name]["of_sdpa"] = row["sdpa"]["ms"] / row[name]["ms"]
-        return row
+        calls: dict[str, tuple[Callable[..., Tensor], Inputs]] = {name: (fn, inputs) for name, fn in variants.items()}
+        calls["sdpa"] = (partial(_sdpa, causal=True), [self._dense(heads, 1, chunk, context) for _ in range(sets)])
+        times = self._in_turn(calls)
+        return row | _beside_sdpa({name: self._compute_row(ms, operations) for name, ms in times.items()})
 
     # --- memory movement -------------------------------------------------------------------------------------------
 
@@ -251,6 +246,9 @@ class KernelBenchmark:
     def _time(self, fn: Callable[..., Any], inputs: list[Any]) -> float:
         return time_op(self.device, fn, inputs, samples=9 if self.large else 5)
 
+    def _in_turn(self, calls: dict[str, tuple[Callable[..., Tensor], Inputs]]) -> dict[str, float]:
+        return time_in_turn(self.device, calls, samples=9 if self.large else 5)
+
     def _memory_row(self, ms: float, num_bytes: int) -> Row:
         gb_s = num_bytes / ms / 1e6
         return {"ms": ms, "gb_s": gb_s, "of_copy": gb_s / self.ceilings.copy_gb_s}
@@ -258,6 +256,14 @@ class KernelBenchmark:
     def _compute_row(self, ms: float, operations: int) -> Row:
         tflop_s = operations / ms / 1e9
         return {"ms": ms, "tflop_s": tflop_s, "of_matmul": tflop_s / self.ceilings.matmul_tflop_s}
+
+
+def _beside_sdpa(rows: dict[str, Row]) -> dict[str, Row]:
+    """Adds ``of_sdpa`` to the rows of our kernels, if SDPA is among them."""
+    for name, row in rows.items():
+        if name != "sdpa" and "sdpa" in rows:
+            row["of_sdpa"] = rows["sdpa"]["ms"] / row["ms"]
+    return rows
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:

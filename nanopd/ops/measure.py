@@ -21,48 +21,68 @@ import torch
 Inputs = Sequence[Sequence[Any]]
 
 
-def time_cuda(
-    fn: Callable[..., Any],
-    inputs: Inputs = ((),),
+def time_in_turn(
+    device: torch.device,
+    calls: Mapping[str, tuple[Callable[..., Any], Inputs]],
     *,
     graph: bool = True,
     samples: int = 15,
     sample_ms: float = 2.0,
-) -> float:
-    """Median time of one call of ``fn(*args)`` on the current CUDA device, in milliseconds.
+) -> dict[str, float]:
+    """Median time of one call of each function, in milliseconds, for times that are to be compared.
 
-    Calls rotate over ``inputs``, so that with enough different ones the L2 cache does not help. They are captured into
-    a CUDA graph, which takes the time of Python out; ``graph=False`` leaves it in, and is needed for a function that
-    waits for the device.
+    The functions take turns, one timing of each per round: a GPU under load lowers its clock and a laptop's speed
+    drifts, and of two functions timed one after the other the second would be measured on another machine.
 
     Args:
-        inputs: sets of arguments.
-        graph: replay a CUDA graph instead of calling.
+        device: CPU or CUDA device. On the latter calls are captured into CUDA graphs, which takes the time of Python
+            out; ``graph=False`` leaves it in, and is needed for a function that waits for the device.
+        calls: by name a function and sets of arguments. Calls rotate over these, so that with enough different ones
+            caches do not help.
         samples: how many timings the median is taken of.
         sample_ms: a timing repeats the inputs until it takes about this long.
     """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for args in inputs:  # compiles, allocates, warms up
-            fn(*args)
-        first_ms = _between_events(lambda: [fn(*args) for args in inputs])
-        rounds = max(1, min(50, math.ceil(sample_ms / max(first_ms, 1e-3))))
+    if device.type != "cuda":
+        return _rounds({name: _cpu_timer(fn, inputs, sample_ms) for name, (fn, inputs) in calls.items()}, samples)
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            timers = {name: _cuda_timer(fn, inputs, sample_ms, graph) for name, (fn, inputs) in calls.items()}
+            times = _rounds(timers, samples)
+        torch.cuda.current_stream().wait_stream(side)
+    return times
 
-        def run() -> None:
-            for _ in range(rounds):
-                for args in inputs:
-                    fn(*args)
 
-        if graph:
-            captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured, stream=side):
-                run()
-            run = captured.replay
-        run()
-        timings = [_between_events(run) for _ in range(samples)]
-    torch.cuda.current_stream().wait_stream(side)
-    return statistics.median(timings) / (rounds * len(inputs))
+def time_op(device: torch.device, fn: Callable[..., Any], inputs: Inputs = ((),), **options: Any) -> float:
+    """``time_in_turn`` of one function alone: the median time of ``fn(*args)`` in milliseconds."""
+    return time_in_turn(device, {"": (fn, inputs)}, **options)[""]
+
+
+def _rounds(timers: Mapping[str, Callable[[], float]], samples: int) -> dict[str, float]:
+    rounds = [{name: timer() for name, timer in timers.items()} for _ in range(samples)]
+    return {name: statistics.median(times[name] for times in rounds) for name in timers}
+
+
+def _cuda_timer(fn: Callable[..., Any], inputs: Inputs, sample_ms: float, graph: bool) -> Callable[[], float]:
+    """What times some calls on the current stream, warmed up. It returns milliseconds per call."""
+    for args in inputs:  # compiles, allocates, warms up
+        fn(*args)
+    first_ms = _between_events(lambda: [fn(*args) for args in inputs])
+    rounds = max(1, min(50, math.ceil(sample_ms / max(first_ms, 1e-3))))
+
+    def run() -> None:
+        for _ in range(rounds):
+            for args in inputs:
+                fn(*args)
+
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, stream=torch.cuda.current_stream()):
+            run()
+        run = captured.replay
+    run()
+    return lambda: _between_events(run) / (rounds * len(inputs))
 
 
 def _between_events(run: Callable[[], Any]) -> float:
@@ -74,9 +94,7 @@ def _between_events(run: Callable[[], Any]) -> float:
     return start.elapsed_time(stop)
 
 
-def time_cpu(fn: Callable[..., Any], inputs: Inputs = ((),), *, samples: int = 15, sample_ms: float = 2.0) -> float:
-    """Median time of one call of ``fn(*args)`` on the CPU, in milliseconds. Arguments as for ``time_cuda``."""
-
+def _cpu_timer(fn: Callable[..., Any], inputs: Inputs, sample_ms: float) -> Callable[[], float]:
     def round_ms() -> float:
         begin = time.perf_counter()
         for args in inputs:
@@ -85,17 +103,7 @@ def time_cpu(fn: Callable[..., Any], inputs: Inputs = ((),), *, samples: int = 1
 
     round_ms()
     rounds = max(1, math.ceil(sample_ms / max(round_ms(), 1e-3)))
-    timings = [sum(round_ms() for _ in range(rounds)) / rounds for _ in range(samples)]
-    return statistics.median(timings) / len(inputs)
-
-
-def time_op(device: torch.device, fn: Callable[..., Any], inputs: Inputs = ((),), **options: Any) -> float:
-    """``time_cuda`` or ``time_cpu``, by device. Milliseconds per call."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            return time_cuda(fn, inputs, **options)
-    options.pop("graph", None)
-    return time_cpu(fn, inputs, **options)
+    return lambda: sum(round_ms() for _ in range(rounds)) / (rounds * len(inputs))
 
 
 # --- records -------------------------------------------------------------------------------------------------------
