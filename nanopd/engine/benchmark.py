@@ -24,6 +24,7 @@ import torch
 
 from nanopd.engine import benchmark_peer
 from nanopd.engine.engine import Engine
+from nanopd.engine.heap import settle_heap
 from nanopd.engine.llm import LLM
 from nanopd.engine.plan import SchedulerConfig
 from nanopd.engine.request import FinishReason, Request
@@ -103,6 +104,7 @@ def bench_engine(
     }
     peer = peer and loaded.config.rope_scaling is None  # the comparison knows plain RoPE only
     twin = benchmark_peer.hf_twin(loaded.model) if peer else None
+    settle_heap()  # transformers' objects came after the LLM had settled it, and a full collection takes 0.2 s
     with llm, _bar(len(sizes.decode) + 3 + peer, progress) as done:
         for batch_size, kv_len in sizes.decode:
             name = f"b{batch_size}_kv{kv_len}"
