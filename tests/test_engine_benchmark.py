@@ -91,7 +91,7 @@ def test_operations_of_a_prompt() -> None:
 
 
 def test_every_row_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = Sizes(decode=((1, 24), (3, 16)), prefill=48, throughput=(4, 10, 5), steps=2)
+    sizes = Sizes(decode=((1, 24), (3, 16)), prefill=48, throughput=(4, 10, 5), steps=2, max_num_batched_tokens=2048)
     result = bench_engine("dummy:tiny", "cpu", sizes=sizes, progress=False)
     for name in ("b1_kv24", "b3_kv16"):
         case = result["decode"][name]
