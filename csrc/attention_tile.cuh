@@ -88,6 +88,7 @@ __device__ __forceinline__ void update_softmax(float (&scores)[row_tiles][eights
                                                float (&total)[row_tiles][2], float scale_log2) {
   // Any reference will do that keeps exponentials in range, so it moves, and all sums are rescaled, only when some
   // maximum has outgrown it by 2^8. After the first few tiles that is rare (the idea is FlashAttention-4's).
+  // The new reference is finite: `largest` began finite (split), or each row saw key 0 in its first tile (tiled).
   float seen[row_tiles][2];
   bool outgrown = false;
 #pragma unroll
