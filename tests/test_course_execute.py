@@ -39,6 +39,18 @@ def test_outputs_are_stored_and_normalised(tmp_path: Path, capsys: pytest.Captur
     assert path.read_text() == once
 
 
+@pytest.mark.parametrize("also", [False, True])
+def test_a_progress_bar_is_not_stored(tmp_path: Path, also: bool) -> None:
+    """Not even one that is drawn as a widget; other widgets stay."""
+    bar = "from tqdm.notebook import tqdm\nfor i in tqdm(range(3)): pass\nprint('done')"
+    path = write(tmp_path / "00_why.ipynb", bar, "from ipywidgets import IntSlider; IntSlider()" if also else "1 + 1")
+    execute(path)
+    notebook = nbformat.read(path, as_version=4)
+    assert [output.output_type for output in notebook.cells[1].outputs] == ["stream"]
+    assert len(notebook.cells[2].outputs) == 1
+    assert ("widgets" in notebook.metadata) is also
+
+
 def test_a_failed_cell_leaves_the_file_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "00_why.ipynb", "print(1)", "1 / 0")
     before = path.read_text()

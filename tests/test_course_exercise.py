@@ -155,6 +155,13 @@ def test_hints_come_one_by_one_and_survive_a_restart(exercise: Exercise) -> None
     assert repr(exercise.hint(2)) == "Hint 2 of 3: add it to itself"
 
 
+def test_text_form_says_where_the_hints_are(exercise: Exercise) -> None:
+    """The notebook's `double` is the learner's own function, which has none."""
+    assert repr(exercise) == "Exercise 00/double (open): Twice `x` < 3. 3 hints: nb00.double.hint()"
+    asked = Exercise(**{**vars(exercise), "title": "Why?"})
+    assert repr(asked) == "Exercise 00/double (open): Why? 3 hints: nb00.double.hint()"
+
+
 def test_html_is_escaped(exercise: Exercise) -> None:
     page = exercise._repr_html_()
     assert "Twice <code>x</code> &lt; 3" in page

@@ -56,6 +56,15 @@ def test_kernel_can_be_compiled_again_with_other_defines(shell: Any) -> None:
         wider.with_defines(FACTOR="oops")
 
 
+def test_the_same_defines_again_are_found_in_the_cache(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVRTC has a cache of its own, and says nothing of registers when the code comes from there."""
+    shell.run_cell_magic("cuda", "-D FACTOR=3 -D BEHIND=1", SCALE)
+    scale = shell.user_ns["scale"]
+    monkeypatch.setattr("cuda.core.Program", None)  # a second compilation would fail
+    again = scale.with_defines(FACTOR=3)
+    assert again.options == scale.options and again.usage == scale.usage is not None
+
+
 ONE = 'extern "C" __global__ void one(float* x) { x[0] = 1; }\n'
 
 

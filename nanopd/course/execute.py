@@ -17,6 +17,8 @@ import nbformat
 from nanopd.errors import CourseError
 
 CELL_TIMEOUT_S = 900
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+_BAR = re.compile(r"\d+%\|")  # as in "Converting weights:   0%|          | 0.00/538M"
 
 
 def execute(path: Path, *, timeout: int = CELL_TIMEOUT_S) -> list[tuple[str, float]]:
@@ -58,7 +60,7 @@ def execute(path: Path, *, timeout: int = CELL_TIMEOUT_S) -> list[tuple[str, flo
 
 
 def normalise(notebook: Any) -> None:
-    """Counts cells from 1, leaves out the kernel's Python version, and what progress bars overwrote."""
+    """Counts cells from 1, leaves out the kernel's Python version, progress bars, and what text overwrote."""
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
@@ -74,7 +76,16 @@ def normalise(notebook: Any) -> None:
         for output in cell.outputs:
             if output.output_type == "execute_result":
                 output.execution_count = count
-        cell.outputs = _merged(cell.outputs)
+        cell.outputs = _merged([output for output in cell.outputs if not _is_progress_bar(output)])
+    shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    if not any(_WIDGET in output.get("data", {}) for output in shown):
+        notebook.metadata.pop("widgets", None)
+
+
+def _is_progress_bar(output: Any) -> bool:
+    """Of tqdm as a widget: its text, all that GitHub and nbconvert show, stays at 0 % for ever."""
+    data = output.get("data", {})
+    return _WIDGET in data and _BAR.search(data.get("text/plain", "")) is not None
 
 
 def _merged(outputs: list[Any]) -> list[Any]:

@@ -153,7 +153,10 @@ class Exercise:
 
     def __repr__(self) -> str:
         state = "solved" if self._solved_before() else "open"
-        return f"Exercise {self.id} ({state}): {self.title}. {len(self.hints)} hints: {self.name}.hint()"
+        stop = "" if self.title.endswith(("?", "!", ".")) else "."
+        # The learner's function has the exercise's name in the notebook, hence the module before it.
+        hint = f"nb{self.notebook}.{self.name}.hint()"
+        return f"Exercise {self.id} ({state}): {self.title}{stop} {len(self.hints)} hints: {hint}"
 
     def _repr_html_(self) -> str:
         return exercise_html(self.id, self.title, self._solved_before(), self.hints)

@@ -98,10 +98,16 @@ class CellKernel:
         Raises:
             KernelCompileError: it does not compile this way.
         """
-        replaced = tuple(
-            o for o in self.options if not any(re.match(rf"'?-D{re.escape(key)}(=|'?$)", o) for key in defines)
-        )
-        options = (*replaced, *define_options(defines))
+        new, options = dict(zip(defines, define_options(defines), strict=True)), []
+        # Each in its place: options in another order are another key of our cache, and NVRTC, whose own cache knows
+        # the code then, reports no registers.
+        for option in self.options:
+            key = next((key for key in defines if re.match(rf"'?-D{re.escape(key)}(=|'?$)", option)), None)
+            if key is None:
+                options.append(option)
+            elif key in new:
+                options.append(new.pop(key))
+        options += new.values()
         compiled = _compile(self.source, options, self.arch, self._label)
         return CellKernel(self.name, self.source, options, self.arch, self._label, compiled)
 

@@ -193,7 +193,10 @@ def _timeline_legend(ax: Axes, requests: Sequence[RequestLike]) -> None:
     if "chunk" in seen:
         handles.append(Patch(facecolor=PREFILL_COLOR, label="prefill chunk"))
     if "token" in seen:
-        handles.append(Line2D([], [], color=DECODE_COLOR, linewidth=1.4, label="token"))
+        tick = Line2D(
+            [], [], color=DECODE_COLOR, marker="|", linestyle="", markersize=10, markeredgewidth=1.4, label="token"
+        )
+        handles.append(tick)
     if any(s.event == "preempted" for r in requests for s in r.stamps):
         handles.append(Line2D([], [], color=ALERT_COLOR, marker="X", linestyle="", markersize=8, label="preempted"))
     if "finished" in seen:
