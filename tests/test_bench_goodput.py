@@ -67,7 +67,7 @@ def test_the_lowest_rate_fails() -> None:
     assert found.rate == found.per_gpu == 0.0
     assert curve.rates == [1]
     assert "already 1/s" in found.reason
-    assert "0% of 90%" in found.reason
+    assert "attains only 0%, where 90% are asked" in found.reason
 
 
 def test_no_rate_fails() -> None:

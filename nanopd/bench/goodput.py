@@ -151,13 +151,16 @@ def _reason(
     share = f"{search.target:.0%}"
     if best == 0:
         failed = search.probes[upper] if upper is not None else Probe(low, 0, 0, 0)
-        text = f"already {failed.rate:g}/s, the lowest rate run, attains {failed.attainment:.0%} of {share}"
+        text = (
+            f"already {failed.rate:g}/s, the lowest rate run, attains only {failed.attainment:.0%},"
+            f" where {share} are asked"
+        )
     elif upper is None:
         text = f"no rate up to {max(search.probes):g}/s fails {share}: the true goodput is at least this"
     else:
         text = (
             f"{best:.4g}/s attains {search.probes[best].attainment:.0%}, {upper:.4g}/s only"
-            f" {search.probes[upper].attainment:.0%} of {share}"
+            f" {search.probes[upper].attainment:.0%}, where {share} are asked"
         )
     if not finished:
         text += "; the runs were used up before the bracket was narrow enough"

@@ -136,9 +136,8 @@ def draw_coverage(coverages: dict[str, Coverage], *, title: str | None = None, a
         )
         ax.plot([0, 1], [0, 1], color=GREY, linestyle=":", linewidth=1.2)
         for name, coverage in coverages.items():
-            (line,) = ax.plot(
-                coverage.nominal, coverage.real, "o-", label=f"{name}: off by at most {coverage.worst:.1%}"
-            )
+            label = f"{name}: off by at most {100 * coverage.worst:.1f} points"
+            (line,) = ax.plot(coverage.nominal, coverage.real, "o-", label=label)
             line.set_gid(f"coverage {name}")
         ax.set_xlim(0, 1)
         ax.set_ylim(0, 1)
