@@ -23,7 +23,7 @@ from nanopd.errors import (
     TransferError,
     WorkerFailedError,
 )
-from nanopd.router.central import CentralConfig
+from nanopd.router.central import CentralConfig, Event
 from nanopd.router.server import Server
 from nanopd.workers.worker import Worker
 from tests.fake_cluster import make_workers
@@ -108,6 +108,22 @@ def test_links_that_another_server_has_closed_are_refused_where_they_are_needed(
                 Server(workers, DISAGGREGATED, links=links)
 
 
+def test_workers_of_a_server_that_is_open_are_refused() -> None:
+    workers = make_workers("p0 d0", shared_pool=True)
+    first = serve(workers)
+    with pytest.raises(ConfigError, match="p0, d0 of another server, which is still open"):
+        serve(workers)
+    assert len(first.generate([[1, 2], [3]], SHORT, use_tqdm=False)) == 2
+    first.close()
+    second = serve(workers)
+    (output,) = second.generate([5, 6, 7], LONG, use_tqdm=False)
+    first.close()  # once more: the workers are no longer its own
+    with pytest.raises(ConfigError, match="of another server"):
+        serve(workers)
+    assert output.outputs[0].token_ids == oracle([5, 6, 7], LONG, 0, MAX_LEN)
+    check_idle(second)
+
+
 # --- callbacks ---------------------------------------------------------------------------------------------------
 
 
@@ -163,11 +179,12 @@ def test_a_predictor_that_raises_loses_no_request() -> None:
     check_idle(server)
 
 
-@pytest.mark.parametrize("what", ["close", "generate", "reading a stream"])
+@pytest.mark.parametrize("what", ["close", "drain", "generate", "reading a stream"])
 def test_a_callback_that_would_wait_for_itself_is_told(what: str) -> None:
     server = serve(make_workers("c0"), COLLOCATED)
     calls = {
         "close": server.close,
+        "drain": lambda: server.drain(5),
         "generate": lambda: server.generate([1], SHORT, use_tqdm=False),
         "reading a stream": lambda: next(server.stream([1], SHORT)),
     }
@@ -183,6 +200,31 @@ def test_a_callback_that_would_wait_for_itself_is_told(what: str) -> None:
     error = errors.get(timeout=5)
     assert isinstance(error, IllegalTransitionError) and str(error).startswith(what)
     assert server.drain(5)
+    check_idle(server)
+
+
+@pytest.mark.parametrize("what", ["abort", "add_request", "drain", "close"])
+@pytest.mark.parametrize("kind", ["routed", "granted", "arrived"])
+def test_an_observer_cannot_change_what_is_being_changed(what: str, kind: str) -> None:
+    errors: list[BaseException] = []
+
+    def call_back(event: Event) -> None:
+        calls = {
+            "abort": lambda: server.abort(event.subject),
+            "add_request": lambda: server.add_request([1], SHORT, on_output=print),
+            "drain": lambda: server.drain(5),
+            "close": server.close,
+        }
+        if event.kind == kind:
+            try:
+                calls[what]()
+            except IllegalTransitionError as error:
+                errors.append(error)
+
+    server = serve(make_workers("p0 d0"), observe=call_back)
+    outputs = server.generate([[1, 2], [3, 4, 5], [6]], LONG, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [40, 40, 40]
+    assert len(errors) == 3
     check_idle(server)
 
 

@@ -19,6 +19,7 @@ from nanopd.engine.request import Request, RequestState
 from nanopd.engine.runner import ModelRunner
 from nanopd.errors import ConfigError, ModelLoadError
 from nanopd.model import LoadedModel
+from nanopd.router import AlwaysDisaggregated, Server
 from nanopd.transfer import Handoff
 from nanopd.workers import Cluster, DecodeWorker, DeviceSpec, PrefillWorker, Role, Worker
 from nanopd.workers.affinity import can_bind
@@ -186,6 +187,14 @@ def test_closing_lets_go_of_the_pool_and_may_be_repeated(tiny: LoadedModel, shar
     assert [pool() for pool in pools] == [None, None]
     assert threading.active_count() == before
     assert tiny.model.weights.embedding is not None
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_closed_cluster_serves_nobody(tiny: LoadedModel, shared: bool) -> None:
+    cluster = Cluster.build(tiny, **APART, **SMALL, shared_pool=shared)
+    cluster.close()
+    with pytest.raises(ConfigError, match="the cluster was closed"):
+        Server.of(cluster, AlwaysDisaggregated())
 
 
 @pytest.fixture

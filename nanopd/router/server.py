@@ -66,7 +66,8 @@ class Link(Protocol):
 
 class Server:
     """Serves requests on a set of workers. All methods may be called from any thread; those that wait (``close``,
-    ``generate``, reading a stream) from any but the server's own, in which callbacks run.
+    ``drain``, ``generate``, reading a stream) from any but the server's own, in which callbacks run; and none of
+    them by ``observe``, which is called in the middle of a change.
 
     Args:
         workers: see ``nanopd.workers.Cluster``, which builds them.
@@ -80,7 +81,8 @@ class Server:
         poll_s: how long a link's thread waits at a time before it looks for leases that ran out.
 
     What ``on_step``, ``observe`` or an output callback raises becomes a warning. Raises ConfigError: as
-    ``CentralScheduler``, an option that makes no sense, or a link that another server has closed.
+    ``CentralScheduler``, an option that makes no sense, a link that another server has closed, a worker of one
+    that is still open.
     """
 
     def __init__(
@@ -113,9 +115,10 @@ class Server:
             tokenizer=tokenizer,
             kv_bytes_per_token=kv_bytes_per_token,
             link_gb_s=link_gb_s,
-            observe=None if observe is None else harmless("observe", observe),
+            observe=None if observe is None else self._watched(harmless("observe", observe)),
         )
         _refuse_closed(links, self.central.workers)
+        _refuse_taken(workers)
         self.clock = clock
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -129,6 +132,8 @@ class Server:
         self._closing = False  # no new requests
         self._stopping = False  # threads end
         self._links_closed = False
+        self._closed = False  # and the workers are free for another server
+        self._observing = False  # whoever holds the lock is in the middle of a change
         self._abandoned: deque[str] = deque()  # to be aborted by whoever works next
         self.interrupt_guard = InterruptGuard()
         self._lock = threading.RLock()
@@ -142,12 +147,16 @@ class Server:
         self._workers = [self._thread(f"worker {w.name}", self._run_worker, w) for w in workers]
         self._pumps = [self._thread(f"link {a} to {b}", self._run_link, (a, b)) for a, b in links]
         self._speaker = self._thread("outputs", self._run_outputs)
+        for worker in workers:
+            worker.taken = True
         for thread in (*self._workers, *self._pumps, self._speaker):
             thread.start()
 
     @classmethod
     def of(cls, cluster: Cluster, policy: Policy, **options: Any) -> Server:
         """A server on a cluster, to be closed before it; ``options`` as for the constructor."""
+        if cluster.closed:
+            raise ConfigError("the cluster was closed: its workers have no model any more")
         return cls(
             cluster.workers,
             policy,
@@ -232,9 +241,25 @@ class Server:
 
     @contextmanager
     def _bookkeeping(self) -> Iterator[None]:
-        """The lock, and no interrupt before the end."""
+        """The lock, and no interrupt before the end. Raises IllegalTransitionError in ``observe``."""
         with self.interrupt_guard, self.interrupt_guard.uninterrupted(), self._lock:
+            self._refuse_observer()
             yield
+
+    def _refuse_observer(self) -> None:
+        """The lock is held, by this thread perhaps twice: then what it is in the middle of must come to its end."""
+        if self._observing:
+            raise IllegalTransitionError("observe is called in the middle of a change: use a thread of your own")
+
+    def _watched(self, observe: Callable[[Event], None]) -> Callable[[Event], None]:
+        def call(event: Event) -> None:
+            self._observing = True
+            try:
+                observe(event)
+            finally:
+                self._observing = False
+
+        return call
 
     def refuse_own_thread(self, what: str) -> None:
         """Raise IllegalTransitionError in a thread of this server: it would wait for itself."""
@@ -245,7 +270,9 @@ class Server:
 
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until nothing is unfinished. Returns whether that came to pass within ``timeout`` seconds."""
+        self.refuse_own_thread("drain")
         with self._lock:
+            self._refuse_observer()
             return self._idle.wait_for(lambda: self.central.num_unfinished == 0, timeout)
 
     def close(self) -> None:
@@ -266,7 +293,11 @@ class Server:
             thread.join()
         problem = self._close_links()
         with self._lock:
-            self.central.close(self.clock())
+            if not self._closed:  # or the workers may be another server's by now
+                self._closed = True
+                self.central.close(self.clock())
+                for worker in self.central.workers.values():
+                    worker.taken = False
             self._outputs.notify_all()
         self._speaker.join()
         if problem is not None:
@@ -481,6 +512,13 @@ def _check_options(functions: Mapping[str, Any], seed: Any, poll_s: Any) -> None
         raise ConfigError(f"seed must be an int or None, got {seed!r}")
     if isinstance(poll_s, bool) or not isinstance(poll_s, (int, float)) or not 0 < poll_s < math.inf:
         raise ConfigError(f"poll_s must be a finite number of seconds > 0, got {poll_s!r}")
+
+
+def _refuse_taken(workers: Sequence[Worker]) -> None:
+    """Raises ConfigError: two servers would plan steps of one scheduler, neither knowing of the other's."""
+    taken = [worker.name for worker in workers if worker.taken]
+    if taken:
+        raise ConfigError(f"{', '.join(taken)} of another server, which is still open: close it first")
 
 
 def _refuse_closed(links: Mapping[tuple[str, str], Any], workers: Mapping[str, Worker]) -> None:

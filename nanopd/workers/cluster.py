@@ -52,6 +52,7 @@ class Cluster:
         self.workers = workers
         self.links = links
         self._resources = resources
+        self.closed = False
 
     @classmethod
     def build(
@@ -191,6 +192,7 @@ class Cluster:
 
     def close(self) -> None:
         """Close links, runners and partitions and let go of weights and pools. No step may run any more. Idempotent."""
+        self.closed = True
         self._resources.close()
         self.links.clear()
 

@@ -66,6 +66,7 @@ class Worker:
         self.profile = profile
         self.enter = enter
         self.alive = True  # False once it failed for good: it gets no more requests
+        self.taken = False  # a server runs its steps, and no other one may
 
     @property
     def block_manager(self) -> BlockManager:
