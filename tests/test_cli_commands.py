@@ -275,6 +275,11 @@ def test_progress(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "✓" in out
     assert nb00.step_intensity.name in out
     assert run(["progress", "--reset", "--yes"]) == 0
+    record = {"notebooks": {"00": {"step_intensity": {"solved_at": "[/bold]"}}}}  # not ours, and no reason to fail
+    (cache / "progress.json").write_text(json.dumps(record))
+    assert run(["progress"]) == 0
+    assert "[/bold]" in capsys.readouterr().out
+    assert run(["progress", "--reset", "--yes"]) == 0
     assert run(["progress"]) == 0
     assert "0 of " in capsys.readouterr().out
 
@@ -284,27 +289,36 @@ def test_benchmark_results_are_shown_by_the_path_that_texts_cite(
 ) -> None:
     from nanopd.ops import benchmark
 
-    values = {"decode": {"b32": {"ms": 1.25, "of_copy": 0.8}}, "runs": [3, 4]}
+    values = {"decode": {"b32": {"ms": 1.25, "of_copy": 0.8}}, "runs": [3, 4], "m[/b]": "m[red]"}
     assert list(bench.leaves(values)) == [
-        ("decode.b32.ms", 1.25), ("decode.b32.of_copy", 0.8), ("runs.0", 3), ("runs.1", 4),
+        ("decode.b32.ms", 1.25), ("decode.b32.of_copy", 0.8), ("runs.0", 3), ("runs.1", 4), ("m[/b]", "m[red]"),
     ]  # fmt: skip
     monkeypatch.setattr(benchmark, "bench_kernels", lambda device, dtype: values)
     assert run(["bench-kernels", "--device", "cpu", "--out", str(tmp_path / "a" / "kernels.json")]) == 0
-    assert "decode.b32.of_copy" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "decode.b32.of_copy" in shown and "m[/b]" in shown and "m[red]" in shown
     written = json.loads((tmp_path / "a" / "kernels.json").read_text())
     assert written["values"] == values
     assert written["torch"]
+
+
+def test_the_cpu_has_no_number(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("nanopd.ops.benchmark.bench_kernels", lambda *_: pytest.fail("measured"))
+    assert run(["bench-kernels", "--device", "cpu:7"]) == 2
+    assert "device cpu:7 is none" in capsys.readouterr().err
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_benchmark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
     monkeypatch.setattr("nanopd.ops.benchmark.bench_kernels", lambda *_: pytest.fail("measured first"))
     monkeypatch.setattr("nanopd.engine.benchmark.bench_engine", lambda *_: pytest.fail("measured first"))
     for command in ("bench-kernels", "bench-engine"):
-        assert run([command, "--device", "cpu", "--out", str(tmp_path / "file" / "x.json")]) == 2
-        assert "cannot be written" in capsys.readouterr().err
+        for name in ("file/x.json", "loop"):
+            assert run([command, "--device", "cpu", "--out", str(tmp_path / name)]) == 2
+            assert "cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

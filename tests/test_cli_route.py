@@ -68,6 +68,12 @@ def test_the_help_says_that_the_default_compares_one_device_with_two(capfd: pyte
     assert "which is twice the hardware" in " ".join(capfd.readouterr().out.split())
 
 
+def test_brackets_in_a_profile_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = replace(preset("h20"), device="card [/bold]", model="m[red]").save(tmp_path / "odd.json")
+    assert run(["route", "--profile", str(odd)]) == 0
+    assert "card [/bold], m[red]. Policy" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_every_policy_shows_both_estimates_and_says_why(
     policy: str, measured: str, capsys: pytest.CaptureFixture[str]

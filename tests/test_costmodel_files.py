@@ -71,3 +71,13 @@ def test_what_cannot_be_written_is_known_beforehand(tmp_path: Path) -> None:
             check_writable("--out", path)
     check_writable("--out", tmp_path / "file")
     assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", ["loop", "loop/r.json"])
+def test_links_in_a_circle_cannot_be_written(name: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match=r"--out .*loop.* cannot be written: "):
+        check_writable("--out", tmp_path / name)
+    with pytest.raises(OSError):
+        write_whole(tmp_path / name, ["x"])
+    assert os.listdir(tmp_path) == ["loop"] and (tmp_path / "loop").is_symlink()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import nbformat
 import pytest
 
 from nanopd.course.execute import execute, main
-from nanopd.errors import CourseError
+from nanopd.errors import ConfigError, CourseError
 
 PROGRESS = (
     'import sys\nfor i in range(3):\n    print(f"\\r{i} of 2", end="", file=sys.stderr)\nprint("a")\nprint("b")\n41 + 1'
@@ -65,3 +66,56 @@ def test_a_cell_that_hangs_is_ended(tmp_path: Path) -> None:
     path = write(tmp_path / "00_why.ipynb", "while True: pass")
     with pytest.raises(CourseError, match="cell-0"):
         execute(path, timeout=3)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
+def test_a_timeout_that_would_be_none_is_refused(tmp_path: Path, timeout: int) -> None:
+    with pytest.raises(ConfigError, match="timeout must be a finite number of seconds > 0"):
+        execute(write(tmp_path / "00_why.ipynb", "1"), timeout=timeout)
+
+
+def cells(*cells: object, **changes: object) -> bytes:
+    return json.dumps({"nbformat": 4, "nbformat_minor": 4, "metadata": {}, "cells": cells, **changes}).encode()
+
+
+TEXT = {"cell_type": "markdown", "metadata": {}, "source": "x"}
+CODE = {"cell_type": "code", "metadata": {}, "source": "1", "outputs": [], "execution_count": None}
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is not a notebook"),
+        (b"\xff\xfe", "cannot read"),
+        (b"[]", "is not a notebook"),
+        (b"{}", "is not a notebook"),
+        (cells(nbformat=5), "is not a notebook"),
+        (cells(5), "is not a notebook"),
+        (cells({**CODE, "outputs": 3}), "is not a notebook"),
+        (cells(TEXT, CODE), "cell 1 has no id"),
+        (cells({**TEXT, "id": "a", "source": "x \ud800"}, nbformat_minor=5), "cannot be written as UTF-8"),
+        (cells({**CODE, "id": "a", "source": "'\ud800'"}, nbformat_minor=5), "cannot be written as UTF-8"),
+    ],
+    ids=["empty", "binary", "list", "object", "version", "no-cell", "outputs", "no-id", "surrogate", "in-code"],
+)
+def test_a_file_that_cannot_be_run_is_named_and_left_alone(
+    content: bytes, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nbclient.NotebookClient.execute", lambda _: pytest.fail("a kernel was started"))
+    path = tmp_path / "00_why.ipynb"
+    path.write_bytes(content)
+    assert main([str(path)]) == 1
+    error = capsys.readouterr().err
+    assert "00_why.ipynb" in error and says in error and path.read_bytes() == content
+
+
+def test_an_output_that_cannot_be_written_leaves_the_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "00_why.ipynb", "1")
+    before = path.read_text()
+    half = nbformat.v4.new_output("stream", text="\ud800")
+    monkeypatch.setattr("nbclient.NotebookClient.execute", lambda client: client.nb.cells[1].outputs.append(half))
+    with pytest.raises(CourseError, match=r"00_why\.ipynb cannot be written as UTF-8"):
+        execute(path)
+    assert path.read_text() == before

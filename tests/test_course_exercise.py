@@ -17,6 +17,7 @@ from nanopd.course.compare import Wrong, expect_close, expect_equal
 from nanopd.course.exercise import Exercise, Status, is_empty
 from nanopd.course.progress import Progress, cache_dir
 from nanopd.course.render import inline
+from nanopd.errors import ConfigError
 
 
 def double(x: int) -> int:
@@ -95,6 +96,7 @@ def test_a_function_that_does_something_is_not_empty() -> None:
         (lambda x: "many", "got 'many'"),
         (lambda x: 1 // 0, "ZeroDivisionError"),
         (lambda: 1, "TypeError"),
+        (lambda x: sys.exit(3), "SystemExit in line"),
         (7, "TypeError"),
     ],
 )
@@ -153,6 +155,13 @@ def test_hints_come_one_by_one_and_survive_a_restart(exercise: Exercise) -> None
     assert [exercise.hint().number for _ in range(4)] == [2, 3, 3, 3]
     assert exercise.hint(1).text == "think"
     assert repr(exercise.hint(2)) == "Hint 2 of 3: add it to itself"
+
+
+@pytest.mark.parametrize("number", ["1", 2.5, True])
+def test_a_hint_has_a_whole_number(exercise: Exercise, number: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"an int from 1 to 3, got '?{number}"):
+        exercise.hint(number)
+    assert [exercise.hint(n).number for n in (-1, 0, 9)] == [1, 1, 3]
 
 
 def test_text_form_says_where_the_hints_are(exercise: Exercise) -> None:
@@ -235,14 +244,15 @@ def test_two_kernels_lose_nothing(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["progress.json", "progress.lock"]
 
 
-def test_unreadable_file_is_set_aside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ['{"notebooks": {"00":', "[" * 100_000], ids=["cut", "nested"])
+def test_unreadable_file_is_set_aside(content: str, tmp_path: Path) -> None:
     path = tmp_path / "progress.json"
-    path.write_text('{"notebooks": {"00":')
+    path.write_text(content)
     progress = Progress(path)
     assert progress.read() == {}
     progress.count_attempt("00", "x", solved=True)
     assert progress.get("00", "x").solved
-    assert (tmp_path / "progress.unreadable.json").read_text() == '{"notebooks": {"00":'
+    assert (tmp_path / "progress.unreadable.json").read_text() == content
 
 
 @pytest.mark.parametrize("record", [{"attempts": "x"}, {"hints": None}, {"solved_at": 5}, {"attempts": True}, 3, []])

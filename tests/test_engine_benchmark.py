@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from nanopd.engine import LLM, SamplingParams
-from nanopd.engine.benchmark import Sizes, bench_engine, prefill_flops
+from nanopd.engine import benchmark as engine_benchmark
+from nanopd.engine.benchmark import CPU_SIZES, GPU_SIZES, Sizes, bench_engine, prefill_flops
 from nanopd.engine.benchmark_peer import decode_ms, hf_twin
 from nanopd.errors import ConfigError
 from nanopd.model import LoadedModel, Transformer
@@ -16,6 +18,8 @@ from nanopd.model.config import ModelConfig, RopeScaling
 from nanopd.model.dummy import random_weights
 from nanopd.model.presets import presets
 from nanopd.ops import get_ops
+
+SMALL = Sizes(decode=((1, 24), (3, 16)), prefill=48, throughput=(4, 10, 5), steps=2, max_num_batched_tokens=2048)
 
 
 def small(architecture: str, **changes: object) -> ModelConfig:
@@ -91,8 +95,7 @@ def test_operations_of_a_prompt() -> None:
 
 
 def test_every_row_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = Sizes(decode=((1, 24), (3, 16)), prefill=48, throughput=(4, 10, 5), steps=2, max_num_batched_tokens=2048)
-    result = bench_engine("dummy:tiny", "cpu", sizes=sizes, progress=False)
+    result = bench_engine("dummy:tiny", "cpu", sizes=SMALL, progress=False)
     for name in ("b1_kv24", "b3_kv16"):
         case = result["decode"][name]
         assert case["of_floor"] == pytest.approx(case["step_ms"] / case["floor_ms"])
@@ -104,3 +107,47 @@ def test_every_row_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done["output_tokens_per_s"] == pytest.approx(20 / done["seconds"])
     assert done["of_floor"] == pytest.approx(done["floor_seconds"] / done["seconds"])
     assert "memory" not in result and set(result["host"]) == {"b1", "b32", "b256"}
+
+
+@pytest.mark.parametrize(
+    ("positions", "sizes"),
+    [(291, None), (257, None), (47, replace(SMALL, decode=((1, 24),))), (48, SMALL), (14, replace(SMALL, prefill=1))],
+    ids=["decode", "short", "decode-only", "prefill", "throughput"],
+)
+def test_a_model_with_too_few_positions_is_refused_before_anything_is_measured(
+    positions: int, sizes: Sizes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded(small("llama", max_position_embeddings=positions))
+    monkeypatch.setattr(engine_benchmark, "load_model", lambda *_, **__: model)
+    monkeypatch.setattr(engine_benchmark, "measure_ceilings", lambda *_: pytest.fail("measured first"))
+    with pytest.raises(ConfigError, match=rf"has {positions} positions, .* needs \d+"):
+        bench_engine("m", "cpu", sizes=sizes)
+
+
+def test_a_model_with_just_enough_positions_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (CPU_SIZES.longest, GPU_SIZES.longest) == (256 + 2 * 8 + 20, 4096 + 2 * 40 + 20)
+    sizes = replace(SMALL, decode=((2, 30),), steps=9)
+    model = loaded(small("llama", max_position_embeddings=30 + 2 * 9 + 20))
+    monkeypatch.setattr(engine_benchmark, "load_model", lambda *_, **__: model)
+    assert bench_engine("m", "cpu", sizes=replace(sizes, prefill=37), peer=False, progress=False)["decode"]["b2_kv30"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 0}, "steps must be an int >= 2, got 0"),
+        ({"steps": 1}, "steps must be an int >= 2, got 1"),
+        ({"decode": ()}, "decode must hold at least one"),
+        ({"decode": ((1, 8), (0, 8))}, r"decode\[1\] must be an int >= 1, got 0"),
+        ({"decode": ((1, 0),)}, r"decode\[0\] must be an int >= 1, got 0"),
+        ({"decode": ((True, 8),)}, r"decode\[0\] must be an int >= 1, got True"),
+        ({"prefill": 0}, "prefill must be an int >= 1, got 0"),
+        ({"prefill": 2.5}, "prefill must be an int >= 1, got 2.5"),
+        ({"prefill": 4096}, r"prefill \(4096\) is one step: at most max_num_batched_tokens \(2048\)"),
+        ({"throughput": (4, 0, 5)}, "throughput must be an int >= 1, got 0"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be an int >= 1, got 0"),
+    ],
+)
+def test_sizes_that_measure_nothing_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(SMALL, **change)

@@ -200,6 +200,9 @@ def test_wrong_dtype_or_device():
         load_model("dummy:tiny", device="cpu", dtype="int8")
     with pytest.raises(ConfigError, match="gpu"):
         load_model("dummy:tiny", device="gpu")
+    with pytest.raises(ConfigError, match="device cpu:7 is none"):
+        load_model("dummy:tiny", device="cpu:7")
+    assert resolve_device("cpu:0").type == "cpu"
     for device in (1.5, [1], True):
         with pytest.raises(ConfigError, match="device"):
             load_model("dummy:tiny", device=device)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from nanopd.errors import ConfigError
 from nanopd.ops import measure
 from nanopd.ops.benchmark import KernelBenchmark, bench_kernels
 from nanopd.ops.ceilings import Ceilings, measure_ceilings
@@ -57,6 +59,30 @@ def test_what_takes_turns_is_compared_fairly_on_a_machine_that_slows_down(monkey
     assert times["second"] / times["first"] == pytest.approx(1.01)
     one_by_one = [time_op(cpu, *call, samples=25) for call in alike.values()]
     assert one_by_one[1] / one_by_one[0] > 1.25
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "message"),
+    [
+        ("cpu", {"samples": 0}, "samples must be an int >= 1, got 0"),
+        ("cpu", {"samples": 2.5}, "samples must be an int >= 1, got 2.5"),
+        ("cpu", {"inputs": ()}, "inputs must hold at least one set of arguments"),
+        ("cpu", {"sample_ms": float("nan")}, "sample_ms must be a finite .* >= 0, got nan"),
+        ("cpu", {"sample_ms": float("inf")}, "sample_ms must be a finite .* >= 0, got inf"),
+        ("cpu", {"sample_ms": -1.0}, "sample_ms must be a finite .* >= 0, got -1.0"),
+        ("meta", {}, "device meta cannot be timed"),
+        (torch.device("meta"), {}, "device meta cannot be timed"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(device: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        time_op(device, lambda: pytest.fail("it was called"), **options)
+
+
+def test_a_device_may_be_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock.now)
+    assert time_op("cpu", clock.work, [(0.002,)], samples=1) == pytest.approx(2.0)
 
 
 def test_record_holds_values_and_where_they_come_from(tmp_path: Path) -> None:

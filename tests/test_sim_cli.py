@@ -105,6 +105,19 @@ def test_search_prints_every_layout_and_why(tmp_path: Path, capsys: pytest.Captu
             ["--hardware", "h200", "--strategy", "slo", "--collocated", "1", "--policy", "ttft_ms=5"],
             "use --profile, --slo-ttft",
         ),
+        (["--gpus", "2", "--collocated", "5", "--strategy", "collocated"], "all of 2 GPUs, and --collocated 5 are 5"),
+        (["--gpus", "3", "--collocated", "5"], "all of 3 GPUs, and --collocated 5 are 5"),
+        (["--gpus", "3", "--collocated", "5", "--strategy", "disaggregated"], "all of 3 GPUs, and --collocated 5 are"),
+        (["--gpus", "4", "--collocated", "2", "--strategy", "disaggregated"], "all of 4 GPUs, and --collocated 2 are"),
+        (["--gpus", "2", "--collocated", "0", "--strategy", "collocated"], "all of 2 GPUs, and --collocated 0 are 0"),
+        (["--gpus", "2", "--prefill", "7"], "all of 2 GPUs, and --prefill 7 are 7"),
+        (["--gpus", "4", "--prefill", "0", "--strategy", "disaggregated"], "0 collocated, 0 prefill, 4 decode"),
+        (
+            ["--gpus", "2", "--split", "48/84", "--prefill", "7", "--decode", "9"],
+            "a split GPU has one worker of each role: 2 of them cannot be --prefill 7, --decode 9",
+        ),
+        (["--split", "48/84", "--prefill", "0", "--strategy", "disaggregated"], "1 of them cannot be --prefill 0"),
+        (["--gpus", "2", "--collocated", "5", "--search"], "every ratio of 2 GPUs, and the counts of the roles are 5"),
         (["--out", "."], "--out . is a folder"),
         (["--out", __file__ + "/x.json"], "cannot be written: "),
         (["--out", "a.records"], "the folder of a run's raw records"),
@@ -116,6 +129,15 @@ def test_mistakes_are_said(options: list[str], message: str, capsys: pytest.Capt
     assert run(["simulate", *QUICK, *options]) == 2
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1
+
+
+def test_figures_below_the_report_are_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nanopd.cli.simulate.compare_strategies", lambda *_, **__: pytest.fail("it ran first"))
+    for figures in ("x", "x/f"):
+        assert run(["simulate", *QUICK, "--out", str(tmp_path / "x"), "--figures", str(tmp_path / figures)]) == 2
+        assert "needs a folder in its place" in capsys.readouterr().err and not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("search", [[], ["--search"]], ids=["compare", "search"])
@@ -174,11 +196,26 @@ def test_a_search_in_which_nobody_is_served_well_has_no_winner(capfd: pytest.Cap
     assert "No layout met the SLO at any rate" in shown and "the highest goodput per device" not in shown
 
 
+def test_brackets_in_the_name_of_a_trace_are_shown_as_they_are(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "a[red].jsonl"
+    rows = [{"timestamp": 500 * i, "input_length": 100, "output_length": 3} for i in range(10)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    assert run(["simulate", "--trace", str(trace), "--rate", "2", "--duration", "3", "--no-goodput"]) == 0
+    assert "a[red]: trace a[red].jsonl; " in capfd.readouterr().out
+
+
 def test_counts() -> None:
     assert Counts(8, None, 3, None, None).of("disaggregated") == Layout(prefill=3, decode=5)
     assert Counts(8, None, None, None, None).of("disaggregated") == Layout(prefill=2, decode=6)
     assert Counts(None, 2, 1, 1, None).of("slo") == Layout(2, 1, 1)
     assert Counts(None, 2, 1, 1, None).of("collocated") == Layout(collocated=4)
+    assert Counts(4, 0, 2, 2, None).of("collocated") == Counts(4, None, 1, None, None).of("collocated")
+    assert Counts(4, 4, None, None, None).of("disaggregated") == Counts(4, 0, 1, None, None).of("disaggregated")
+    split = Layout(prefill=2, decode=2, split=(48, 84))
+    assert Counts(None, 0, 2, 2, (48, 84)).of("disaggregated") == split  # the two are on the same cards
+    assert Counts(2, None, None, None, (48, 84)).of("disaggregated") == split
     assert parse_split("48/84") == (48, 84) and parse_split(None) is None
     with pytest.raises(ConfigError, match="48/84"):
         parse_split("48-84")

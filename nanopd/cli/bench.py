@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from nanopd.costmodel.files import check_writable, write_whole
@@ -51,7 +52,7 @@ def table(title: str, values: Mapping[str, Any]) -> Table:
     result.add_column("result")
     result.add_column("value", justify="right")
     for path, value in leaves(values):
-        result.add_row(path, f"{value:.4g}" if isinstance(value, float) else str(value))
+        result.add_row(escape(path), f"{value:.4g}" if isinstance(value, float) else escape(str(value)))
     return result
 
 

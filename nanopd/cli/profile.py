@@ -112,8 +112,8 @@ def seed_table(profile: HardwareProfile) -> Table:
         quality = profile.quality.get(key)
         r2 = "" if quality is None or quality.r2 is None else f"{quality.r2:.3f}"
         table.add_row(name, f"{value:.5g}", unit, r2, "" if quality is None else f"{quality.median_error:.1%}")
-    bandwidth = profile.bandwidth_gb_s
-    table.add_row("bandwidth", "none" if bandwidth is None else f"{bandwidth:.4g}", "GB/s", "", profile.link or "")
+    bandwidth, link = profile.bandwidth_gb_s, escape(profile.link or "")
+    table.add_row("bandwidth", "none" if bandwidth is None else f"{bandwidth:.4g}", "GB/s", "", link)
     table.add_row("KV", f"{profile.kv_bytes_per_token:,}", "bytes/token", "", "")
     return table
 

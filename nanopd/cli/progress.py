@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import nanopd.course.exercises
@@ -34,7 +35,7 @@ def show(console: Console | None = None) -> None:
         record = records.get(exercise.notebook, {}).get(exercise.name)
         done = record is not None and record.solved
         solved, total = solved + done, total + 1
-        when = (record.solved_at or "")[:10] if record else ""
+        when = escape((record.solved_at or "")[:10]) if record else ""
         table.add_row(
             exercise.notebook,
             exercise.name,

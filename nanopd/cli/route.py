@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from nanopd.costmodel.checks import check_count, check_number
@@ -59,12 +60,11 @@ def explain(
     if {prefill_place, decode_place} != {WHOLE} and not isinstance(made, SloAware):
         compared += " (the estimates are of whole devices: only the policy slo has others)"
     console = console or Console()
-    console.print(compared, highlight=False, soft_wrap=True)
-    console.print(
-        f"{hardware.device}, {hardware.model}. Policy {policy}, {by} in ms:\n", highlight=False, soft_wrap=True
-    )
+    console.print(compared, markup=False, highlight=False, soft_wrap=True)
+    head = f"{hardware.device}, {hardware.model}. Policy {policy}, {by} in ms:\n"
+    console.print(head, markup=False, highlight=False, soft_wrap=True)
     console.print(table)
-    console.print(f"\n[bold]{decision.path}[/]: {decision.reason}", highlight=False, soft_wrap=True)
+    console.print(f"\n[bold]{decision.path}[/]: {escape(decision.reason)}", highlight=False, soft_wrap=True)
 
 
 def build_policy(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -151,6 +152,8 @@ def check_paths(out: Path | None, figures: Path | None) -> None:
         if out.suffix == ".records":
             raise ConfigError(f"--out {out}: a name that ends in .records is the folder of a run's raw records")
         check_writable("--out", out)
+        if figures is not None and Path(os.path.realpath(figures)).is_relative_to(os.path.realpath(out)):
+            raise ConfigError(f"--out {out} is a file, and --figures {figures} needs a folder in its place")
     if figures is not None:
         if figures.exists() and not figures.is_dir():
             raise ConfigError(f"--figures {figures} is a file: name a folder")
@@ -290,7 +293,7 @@ def _sms(place: DeviceSpec) -> int | None:
 
 def show(report: Report, console: Console) -> None:
     """The runs as tables, goodput with its reason, and on which footing they compare."""
-    console.print(f"[bold]{report.workload}[/]: {report.note}\n", highlight=False)
+    console.print(f"[bold]{escape(report.workload)}[/]: {escape(report.note)}\n", highlight=False)
     counts = _table("strategy", "rate", "done/offered", "in SLO", "out tok/s", "dropped")
     times: list[tuple[str, ...]] = []
     for result in report.results:
@@ -309,10 +312,10 @@ def show(report: Report, console: Console) -> None:
     for line in _clipped(report):
         console.print(line)
     limits = f"TTFT <= {_one(report.slo.ttft_s, 1e3)} ms and TPOT <= {_one(report.slo.tpot_s, 1e3)} ms"
-    console.print(f"\nSLO: {limits}; {report.comparison}")
+    console.print(f"\nSLO: {limits}; {escape(report.comparison)}")
     unit = f"requests/s per {device_word(report.hardware.values())}"
     for name, found in report.goodput.items():
-        console.print(f"goodput of {name}: {found.per_gpu:.4g} {unit} ({found.reason})")
+        console.print(f"goodput of {name}: {found.per_gpu:.4g} {unit} ({escape(found.reason)})")
     if not any(result.summary.attained for result in report.results):
         console.print(
             "No request met the SLO at any rate, so nothing can be compared: see what was dropped, lower --rate, take "

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from nanopd.bench.compare import GoodputSearch, Strategy, compare_strategies
@@ -62,8 +63,14 @@ class Counts:
 
     @property
     def num_devices(self) -> int:
-        said = sum(count or 0 for count in (self.collocated, self.prefill, self.decode))
-        return self.gpus or said or 1
+        """A split card has a worker of each role; other devices have one."""
+        said = self._said.values()
+        return self.gpus or (max(said, default=0) if self.split is not None else sum(said)) or 1
+
+    @property
+    def _said(self) -> dict[str, int]:
+        roles = {"collocated": self.collocated, "prefill": self.prefill, "decode": self.decode}
+        return {role: count for role, count in roles.items() if count is not None}
 
     def of(self, strategy: str) -> Layout:
         """What ``strategy`` runs on. The pure ones use all devices; the others all that the counts say.
@@ -71,24 +78,41 @@ class Counts:
         Raises ConfigError if the counts do not add up to ``gpus``, or do not allow the strategy.
         """
         n = self.num_devices
+        self._check(strategy, n)
         if strategy == "collocated":
             return Layout(collocated=n)
         if self.split is not None:
             mixed = strategy != "disaggregated"
             return Layout(collocated=n if mixed else 0, prefill=n, decode=n, split=self.split, beside=mixed)
         if strategy == "disaggregated":
-            layout = Layout(prefill=self._prefill(n), decode=self.decode or n - self._prefill(n))
+            prefill = self._prefill(n)
+            layout = Layout(prefill=prefill, decode=n - prefill if self.decode is None else self.decode)
         else:
             layout = Layout(self.collocated or 0, self.prefill or 0, self.decode or 0)
         if layout.num_devices != n:
             raise ConfigError(f"strategy {strategy!r} would use {layout.num_devices} of {n} GPUs ({layout})")
         return layout
 
+    def _check(self, strategy: str, n: int) -> None:
+        """Raises ConfigError for counts that contradict ``n``. A pure strategy may leave roles to other strategies."""
+        said, total = self._said, sum(self._said.values())
+        shown = ", ".join(f"--{role} {count}" for role, count in said.items())
+        if self.split is not None:
+            unused = {"collocated": ("prefill", "decode"), "disaggregated": ("collocated",)}.get(strategy, ())
+            if any(count != n and (count or role not in unused) for role, count in said.items()):
+                raise ConfigError(f"a split GPU has one worker of each role: {n} of them cannot be {shown}")
+            return
+        complete = self.collocated is not None if strategy == "collocated" else bool(self.collocated)
+        if total > n or (complete and total < n):
+            raise ConfigError(f"strategy {strategy!r} uses all of {n} GPUs, and {shown} are {total}")
+
     def _prefill(self, n: int) -> int:
         """A fourth, if nobody says."""
         if n < 2:
             raise ConfigError("prefill and decode need two GPUs, or --split on one")
-        return self.prefill or (n - self.decode if self.decode else max(1, n // 4))
+        if self.prefill is not None:
+            return self.prefill
+        return max(1, n // 4) if self.decode is None else n - self.decode
 
     def strategies(self) -> list[str]:
         """Those to compare if nobody says which. Raises ConfigError for one role's device alone."""
@@ -97,8 +121,13 @@ class Counts:
         return list(PURE) if self.split is not None or self.num_devices > 1 else ["collocated"]
 
     def layouts(self, cluster: SimulatedCluster) -> list[Layout]:
-        """Those to search: every ratio, and on one device every split that was measured."""
-        n = self.num_devices
+        """Those to search: every ratio, and on one device every split that was measured.
+
+        Raises ConfigError for counts of roles that do not add up to ``gpus``.
+        """
+        n, total = self.num_devices, sum(self._said.values())
+        if total not in (0, n):
+            raise ConfigError(f"--search tries every ratio of {n} GPUs, and the counts of the roles are {total}")
         return [*ratios(n), *(splits(cluster.profile) if n == 1 else ())]
 
 
@@ -234,7 +263,7 @@ def show_search(found: Search, console: Console) -> None:
             f"{trial.per_gpu:.3g}" if trial.goodput is not None else "-",
             f"{trial.bound.rate / trial.layout.num_devices:.3g}",
             str(trial.num_runs),
-            trial.verdict,
+            escape(trial.verdict),
         )
     console.print(table)
     if not found.best.per_gpu:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import tempfile
@@ -21,7 +22,7 @@ def write_whole(path: str | Path, parts: Iterable[str]) -> Path:
     """
     path = Path(path)
     _check_kind("the file", path)
-    target = path.resolve()  # a link stays one, also to another file system
+    target = _target(path)  # a link stays one, also to another file system
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.partial")
     try:
@@ -41,12 +42,20 @@ def check_writable(name: str, path: Path) -> None:
     """
     try:
         _check_kind(name, path)
-        folder = path.resolve().parent
+        folder = _target(path).parent
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise ConfigError(f"{name} {path} cannot be written: {error.strerror or error}") from error
+
+
+def _target(path: Path) -> Path:
+    """The file behind links. Raises OSError for links in a circle, where ``Path.resolve`` may raise RuntimeError."""
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    return target
 
 
 def _check_kind(name: str, path: Path) -> None:

@@ -14,6 +14,9 @@ from typing import Any
 
 import nbformat
 
+from nanopd.costmodel.checks import check_number
+from nanopd.costmodel.files import write_whole
+from nanopd.course.texts import read_notebook
 from nanopd.errors import CourseError
 
 CELL_TIMEOUT_S = 900
@@ -25,12 +28,15 @@ def execute(path: Path, *, timeout: int = CELL_TIMEOUT_S) -> list[tuple[str, flo
     """Runs one notebook in its own folder and rewrites it. Returns (cell id, seconds) of every code cell.
 
     Raises:
-        CourseError: a cell failed or ran past ``timeout`` seconds; the file is as it was.
+        CourseError: no notebook whose cells all have ids, text that is no Unicode, a cell that failed or ran past
+            ``timeout`` seconds; the file is as it was.
+        ConfigError: a timeout that is not above 0 (nbclient takes that for none).
     """
     from nbclient import NotebookClient
     from nbclient.exceptions import CellControlSignal, DeadKernelError
 
-    notebook = nbformat.reads(path.read_text(encoding="utf-8"), as_version=4)
+    check_number("timeout", timeout, above=0.0, unit="seconds")
+    notebook = _read(path)
     seconds: dict[str, float] = {}
     started: dict[str, float] = {}
 
@@ -55,8 +61,31 @@ def execute(path: Path, *, timeout: int = CELL_TIMEOUT_S) -> list[tuple[str, flo
         where = next((i for i in reversed(started) if i not in seconds), next(reversed(started), "the first cell"))
         raise CourseError(f"{path.name}, cell {where}: {_plain(str(error)).strip()}") from None
     normalise(notebook)
-    path.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
+    write_whole(path, [_text(path, notebook)])
     return list(seconds.items())
+
+
+def _read(path: Path) -> Any:
+    """The notebook, if it can be run and written again: found out before a kernel is started."""
+    notebook = read_notebook(path)
+    try:
+        nbformat.validate(notebook)
+    except nbformat.ValidationError as error:
+        raise CourseError(f"{path.name} is not a notebook: {str(error).splitlines()[0]}") from None
+    if number := next((i for i, cell in enumerate(notebook.cells, 1) if "id" not in cell), None):
+        raise CourseError(f"{path.name}, cell {number} has no id: save it as nbformat 4.5 or later")
+    _text(path, notebook)
+    return notebook
+
+
+def _text(path: Path, notebook: Any) -> str:
+    """What the file will hold. Raises CourseError for half a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    text = nbformat.writes(notebook) + "\n"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CourseError(f"{path.name} cannot be written as UTF-8: {error}") from None
+    return text
 
 
 def normalise(notebook: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from nanopd.course.compare import Wrong, describe, expect_close, expect_equal
 from nanopd.course.progress import Progress
 from nanopd.course.render import exercise_html, hint_html, result_html
+from nanopd.errors import ConfigError
 
 __all__ = ["CheckResult", "Exercise", "Hint", "Mistake", "Status", "Wrong", "describe", "expect_close", "expect_equal"]
 
@@ -129,14 +130,19 @@ class Exercise:
                 if isinstance(watched, _Watched) and watched.returned_ellipsis:
                     return self._result(Status.NOT_ATTEMPTED, "the function still returns `...`")
                 return self._result(Status.WRONG, str(wrong))
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # `sys.exit()` in an answer is one more way to be wrong
                 if "ellipsis" in str(error):
                     return self._result(Status.NOT_ATTEMPTED, "a `...` of the stub is still there")
                 return self._result(Status.WRONG, _explain(error, answer))
         return self._result(Status.SOLVED, f"all {self.trials} random cases pass")
 
     def hint(self, number: int | None = None) -> Hint:
-        """Reveals the next hint (the last one again when all are out), or the hint with this number."""
+        """Reveals the next hint (the last one again when all are out), or the hint with this number.
+
+        Raises ConfigError for a number that is no int; one out of range gives the nearest hint.
+        """
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+            raise ConfigError(f"a hint's number is an int from 1 to {len(self.hints)}, got {number!r:.60}")
         if not self.hints:
             return Hint(0, 0, "this exercise has no hints")
         if number is None:
@@ -198,7 +204,7 @@ def is_empty(answer: Any) -> bool:
     return all(step.opname in doing_nothing for step in steps) and loaded in ([None], [Ellipsis])
 
 
-def _explain(error: Exception, answer: Any) -> str:
+def _explain(error: BaseException, answer: Any) -> str:
     """The exception as one line, with the line of the learner's own code that raised it."""
     file = getattr(getattr(answer, "__code__", None), "co_filename", None)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]

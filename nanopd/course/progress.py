@@ -67,7 +67,7 @@ class Progress:
             }
         except (FileNotFoundError, NotADirectoryError):  # the latter: the cache "folder" is a file
             return {}
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             self.path.replace(self.path.with_suffix(".unreadable.json"))
             return {}
 

@@ -26,11 +26,13 @@ from nanopd.engine import benchmark_peer
 from nanopd.engine.engine import Engine
 from nanopd.engine.heap import settle_heap
 from nanopd.engine.llm import LLM
+from nanopd.engine.options import is_int
 from nanopd.engine.plan import SchedulerConfig
 from nanopd.engine.request import FinishReason, Request
 from nanopd.engine.runner import ModelRunner
 from nanopd.engine.sampling_params import SamplingParams
 from nanopd.engine.scheduler import Scheduler
+from nanopd.errors import ConfigError
 from nanopd.kv.block_manager import BlockManager
 from nanopd.kv.cache import KVCache
 from nanopd.model.batch import ForwardBatch
@@ -46,13 +48,34 @@ PAUSE = 0.5  # seconds after which a GPU's clock is back where it was; a CPU get
 
 @dataclass(frozen=True)
 class Sizes:
-    """What to measure. (batch size, tokens of KV per sequence) for decode; tokens for prefill."""
+    """What to measure. (batch size, tokens of KV per sequence) for decode; tokens for prefill. Raises ConfigError."""
 
     decode: tuple[tuple[int, int], ...]
     prefill: int
     throughput: tuple[int, int, int]  # requests, prompt tokens, output tokens
     steps: int  # timed steps per decode case
     max_num_batched_tokens: int  # large steps, as suits a load of which nobody waits for a single token
+
+    def __post_init__(self) -> None:
+        if not self.decode:
+            raise ConfigError(f"decode must hold at least one (batch size, tokens of KV), got {self.decode!r:.60}")
+        counts = [(f"decode[{i}]", value) for i, case in enumerate(self.decode) for value in case]
+        counts += [("throughput", value) for value in self.throughput]
+        counts += [(name, getattr(self, name)) for name in ("prefill", "steps", "max_num_batched_tokens")]
+        for name, value in counts:
+            least = 2 if name == "steps" else 1  # half of them are timed whole, see `decode_steps`
+            if not is_int(value) or value < least:
+                raise ConfigError(f"{name} must be an int >= {least}, got {value!r:.60}")
+        if self.prefill > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"prefill ({self.prefill}) is one step: at most max_num_batched_tokens ({self.max_num_batched_tokens})"
+            )
+
+    @property
+    def longest(self) -> int:
+        """Positions that the longest sequence needs."""
+        decoded = max(kv_len for _, kv_len in self.decode) + _decoded_tokens(self.steps)
+        return max(decoded, self.prefill + 1, sum(self.throughput[1:]))
 
 
 GPU_SIZES = Sizes(
@@ -84,10 +107,16 @@ def bench_engine(
     "host"}``, plain numbers for ``nanopd.ops.measure.write_result``. Times in ms. ``of_floor`` is the measured time
     over the floor (for throughput the floor over the measured time: the share of the possible rate).
     ``of_transformers`` is how many times faster than the peer the engine is.
+
+    Raises ConfigError, before anything is measured, for a model with fewer positions than the sequences need.
     """
     loaded = load_model(model, device=device, dtype=dtype)
     place = loaded.model.device
     sizes = sizes or (GPU_SIZES if place.type == "cuda" else CPU_SIZES)
+    if sizes.longest > (limit := loaded.config.max_position_embeddings):
+        raise ConfigError(
+            f"{loaded.config.name} has {limit} positions, and the benchmark's longest sequence needs {sizes.longest}"
+        )
     ceilings = measure_ceilings(place, loaded.model.dtype)
     llm = LLM(
         loaded,
@@ -95,7 +124,7 @@ def bench_engine(
         block_size=BLOCK_SIZE,
         max_num_seqs=max(sizes.throughput[0], *(batch for batch, _ in sizes.decode)),
         max_num_batched_tokens=sizes.max_num_batched_tokens,
-        max_model_len=min(loaded.config.max_position_embeddings, 1024 + _longest(sizes)),
+        max_model_len=sizes.longest,
         enable_prefix_caching=False,
         use_tqdm=progress,
     )
@@ -163,7 +192,7 @@ def decode_steps(llm: LLM, batch_size: int, kv_len: int, steps: int, ceilings: C
     ``schedule_ms``, ``launch_ms`` (inputs, graph replay or kernel launches) and ``update_ms``, timed in steps that are
     not launched ahead; these take ``in_turn_ms``. Medians, except ``worst_ms``. Without ``ceilings`` there is no floor.
     """
-    requests = _prefilled(llm, batch_size, kv_len, max_tokens=2 * steps + 20)
+    requests = _prefilled(llm, batch_size, kv_len, max_tokens=_decoded_tokens(steps))
     on_gpu = llm.kv_cache.device.type == "cuda"
     for _ in range(10 if on_gpu else 1):
         llm.engine.step()
@@ -444,12 +473,13 @@ def _matmul_tflop_s(llm: LLM, duration_ms: float) -> float:
     return rounds * 2 * size**3 / _gpu_ms(run, 1) / 1e9
 
 
-def _longest(sizes: Sizes) -> int:
-    return max(*(kv_len for _, kv_len in sizes.decode), sizes.prefill, sum(sizes.throughput[1:]))
+def _decoded_tokens(steps: int) -> int:
+    """More than a request of ``decode_steps`` gets, warm-up and steps launched ahead included: none may end there."""
+    return 2 * steps + 20
 
 
 def _blocks_for(sizes: Sizes) -> int:
-    slots = [batch * (kv_len + 2 * sizes.steps + 20 + BLOCK_SIZE) for batch, kv_len in sizes.decode]
+    slots = [batch * (kv_len + _decoded_tokens(sizes.steps) + BLOCK_SIZE) for batch, kv_len in sizes.decode]
     requests, num_prompt, num_output = sizes.throughput
     slots += [sizes.prefill + 64, requests * (num_prompt + num_output + BLOCK_SIZE)]
     return -(-max(slots) // BLOCK_SIZE) + 16

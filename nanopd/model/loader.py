@@ -106,6 +106,8 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
         device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device {device!r} is none: use 'cpu', 'cuda' or 'cuda:N'") from error
+    if device.type == "cpu" and device.index:
+        raise ConfigError(f"device {device} is none: the CPU is one device, 'cpu', whatever its number of cores")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise CudaUnavailableError(f"device {device} was asked for, but torch {torch.__version__} sees no CUDA GPU")
     if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():

@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 
+from nanopd.errors import ConfigError
+
 Inputs = Sequence[Sequence[Any]]
 
 
 def time_in_turn(
-    device: torch.device,
+    device: torch.device | str,
     calls: Mapping[str, tuple[Callable[..., Any], Inputs]],
     *,
     graph: bool = True,
@@ -41,7 +43,19 @@ def time_in_turn(
             caches do not help.
         samples: how many timings the median is taken of.
         sample_ms: a timing repeats the inputs until it takes about this long.
+
+    Raises:
+        ConfigError: a device of another kind, no inputs, fewer samples than one, or a ``sample_ms`` that is not finite.
     """
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {device} cannot be timed: only a CPU or a CUDA device can")
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise ConfigError(f"samples must be an int >= 1, got {samples!r:.60}")
+    if not math.isfinite(sample_ms) or sample_ms < 0:
+        raise ConfigError(f"sample_ms must be a finite number of milliseconds >= 0, got {sample_ms!r:.60}")
+    if empty := [name for name, (_, inputs) in calls.items() if not len(inputs)]:
+        raise ConfigError(f"inputs must hold at least one set of arguments; {', '.join(map(repr, empty))} has none")
     if device.type != "cuda":
         return _rounds({name: _cpu_timer(fn, inputs, sample_ms) for name, (fn, inputs) in calls.items()}, samples)
     with torch.cuda.device(device):
@@ -54,7 +68,7 @@ def time_in_turn(
     return times
 
 
-def time_op(device: torch.device, fn: Callable[..., Any], inputs: Inputs = ((),), **options: Any) -> float:
+def time_op(device: torch.device | str, fn: Callable[..., Any], inputs: Inputs = ((),), **options: Any) -> float:
     """``time_in_turn`` of one function alone: the median time of ``fn(*args)`` in milliseconds."""
     return time_in_turn(device, {"": (fn, inputs)}, **options)[""]
 
