@@ -82,6 +82,7 @@ TEXT = {"cell_type": "markdown", "metadata": {}, "source": "x"}
 CODE = {"cell_type": "code", "metadata": {}, "source": "1", "outputs": [], "execution_count": None}
 
 
+@pytest.mark.filterwarnings("ignore:(Cell is missing an|Non-unique cell) id")  # nbformat's, which makes up others
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -92,12 +93,17 @@ CODE = {"cell_type": "code", "metadata": {}, "source": "1", "outputs": [], "exec
         (cells(nbformat=5), "is not a notebook"),
         (cells(5), "is not a notebook"),
         (cells({**CODE, "outputs": 3}), "is not a notebook"),
-        (cells(TEXT, CODE), "cell 1 has no id"),
+        (cells(TEXT, CODE), "cell 1 has no id of its own"),
+        (cells({**TEXT, "id": "a"}, CODE, nbformat_minor=5), "cell 2 has no id of its own"),
+        (cells({**TEXT, "id": "a"}, {**CODE, "id": "a"}, nbformat_minor=5), "cell 2 has no id of its own"),
         (cells({**TEXT, "id": "a", "source": "x \ud800"}, nbformat_minor=5), "cannot be written as UTF-8"),
         (cells({**CODE, "id": "a", "source": "'\ud800'"}, nbformat_minor=5), "cannot be written as UTF-8"),
     ],
-    ids=["empty", "binary", "list", "object", "version", "no-cell", "outputs", "no-id", "surrogate", "in-code"],
-)
+    ids=[
+        "empty", "binary", "list", "object", "version", "no-cell", "outputs", "no-id", "an-id", "same-id", "surrogate",
+        "in-code",
+    ],
+)  # fmt: skip
 def test_a_file_that_cannot_be_run_is_named_and_left_alone(
     content: bytes, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

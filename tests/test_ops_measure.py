@@ -122,6 +122,7 @@ def test_every_row_of_the_benchmark_runs_on_the_cpu(monkeypatch: pytest.MonkeyPa
     assert decode["kv_bytes"] == 2 * 4 * 128 * 3 * 64 * 4
     assert decode["reference"]["gb_s"] == pytest.approx(decode["kv_bytes"] / 1e6)
     assert decode["reference"]["of_sdpa"] == 1.0
+    assert [row["reference"]["of_sdpa"] for row in results["prefill"].values()] == [1.0] * len(results["prefill"])
     assert results["cache"]["store_kv_2048"]["gb_s"] == pytest.approx(2 * 2 * 2048 * 3 * 64 * 4 / 1e6)
 
 

@@ -24,6 +24,7 @@ from nanopd.errors import (
     WorkerFailedError,
 )
 from nanopd.router.central import CentralConfig, Event
+from nanopd.router.clients import ServerStream
 from nanopd.router.server import Server
 from nanopd.workers.worker import Worker
 from tests.fake_cluster import make_workers
@@ -122,6 +123,15 @@ def test_workers_of_a_server_that_is_open_are_refused() -> None:
         serve(workers)
     assert output.outputs[0].token_ids == oracle([5, 6, 7], LONG, 0, MAX_LEN)
     check_idle(second)
+
+
+def test_a_server_that_was_refused_keeps_no_worker() -> None:
+    workers = make_workers("c0 c1")
+    with serve(workers[1:], COLLOCATED):
+        with pytest.raises(ConfigError, match=r"^c1 of another server"):
+            serve(workers, COLLOCATED)
+        with serve(workers[:1], COLLOCATED) as server:
+            assert len(server.generate([[1, 2]], SHORT, use_tqdm=False)) == 1
 
 
 # --- callbacks ---------------------------------------------------------------------------------------------------
@@ -225,6 +235,26 @@ def test_an_observer_cannot_change_what_is_being_changed(what: str, kind: str) -
     outputs = server.generate([[1, 2], [3, 4, 5], [6]], LONG, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [40, 40, 40]
     assert len(errors) == 3
+    check_idle(server)
+
+
+def test_an_observer_cannot_read_a_stream_in_the_thread_of_its_caller() -> None:
+    """It would hold the lock that the output must pass."""
+    errors: list[BaseException] = []
+    streams: list[ServerStream] = []
+
+    def read(event: Event) -> None:
+        if event.kind == "routed" and streams:
+            try:
+                next(streams[0])
+            except IllegalTransitionError as error:
+                errors.append(error)
+
+    server = serve(make_workers("c0"), COLLOCATED, observe=read)
+    streams.append(server.stream([1, 2], LONG))
+    server.generate([[3, 4]], SHORT, use_tqdm=False)
+    assert len(errors) == 1
+    assert list(streams[0])[-1].outputs[0].token_ids == oracle([1, 2], LONG, 0, MAX_LEN)
     check_idle(server)
 
 

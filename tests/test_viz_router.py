@@ -192,6 +192,7 @@ def test_the_coverage_picture_draws_what_was_counted() -> None:
     (line,) = (line for line in ax.lines if line.get_gid() == "coverage synthetic")
     assert list(zip(line.get_xdata(), line.get_ydata())) == list(zip(coverage.nominal, coverage.real))
     assert ax.get_title(loc="left") == f"Intervals keep their word to within {coverage.worst:.1%}"
+    assert legend(ax)[1:] == [f"synthetic: off by at most {coverage.worst * 100:.1f} points"]
 
 
 def test_a_wrong_predictor_is_seen_in_the_coverage() -> None:

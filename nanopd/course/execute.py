@@ -6,6 +6,7 @@ and what differs from run to run for no reason is left out, so that a diff of a 
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
@@ -16,7 +17,7 @@ import nbformat
 
 from nanopd.costmodel.checks import check_number
 from nanopd.costmodel.files import write_whole
-from nanopd.course.texts import read_notebook
+from nanopd.course.texts import read_notebook, read_text
 from nanopd.errors import CourseError
 
 CELL_TIMEOUT_S = 900
@@ -28,8 +29,8 @@ def execute(path: Path, *, timeout: int = CELL_TIMEOUT_S) -> list[tuple[str, flo
     """Runs one notebook in its own folder and rewrites it. Returns (cell id, seconds) of every code cell.
 
     Raises:
-        CourseError: no notebook whose cells all have ids, text that is no Unicode, a cell that failed or ran past
-            ``timeout`` seconds; the file is as it was.
+        CourseError: no notebook whose cells all have ids of their own, text that is no Unicode, a cell that failed or
+            ran past ``timeout`` seconds; the file is as it was.
         ConfigError: a timeout that is not above 0 (nbclient takes that for none).
     """
     from nbclient import NotebookClient
@@ -72,8 +73,10 @@ def _read(path: Path) -> Any:
         nbformat.validate(notebook)
     except nbformat.ValidationError as error:
         raise CourseError(f"{path.name} is not a notebook: {str(error).splitlines()[0]}") from None
-    if number := next((i for i, cell in enumerate(notebook.cells, 1) if "id" not in cell), None):
-        raise CourseError(f"{path.name}, cell {number} has no id: save it as nbformat 4.5 or later")
+    given = [cell.get("id") for cell in json.loads(read_text(path)).get("cells", [])]  # nbformat makes up others
+    given += [None] * (len(notebook.cells) - len(given))
+    if number := next((i for i, name in enumerate(given, 1) if name is None or name in given[: i - 1]), None):
+        raise CourseError(f"{path.name}, cell {number} has no id of its own: save it as nbformat 4.5 or later")
     _text(path, notebook)
     return notebook
 

@@ -118,7 +118,6 @@ class Server:
             observe=None if observe is None else self._watched(harmless("observe", observe)),
         )
         _refuse_closed(links, self.central.workers)
-        _refuse_taken(workers)
         self.clock = clock
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -133,7 +132,7 @@ class Server:
         self._stopping = False  # threads end
         self._links_closed = False
         self._closed = False  # and the workers are free for another server
-        self._observing = False  # whoever holds the lock is in the middle of a change
+        self._observer: int | None = None  # the thread that calls ``observe``, in the middle of a change
         self._abandoned: deque[str] = deque()  # to be aborted by whoever works next
         self.interrupt_guard = InterruptGuard()
         self._lock = threading.RLock()
@@ -147,8 +146,7 @@ class Server:
         self._workers = [self._thread(f"worker {w.name}", self._run_worker, w) for w in workers]
         self._pumps = [self._thread(f"link {a} to {b}", self._run_link, (a, b)) for a, b in links]
         self._speaker = self._thread("outputs", self._run_outputs)
-        for worker in workers:
-            worker.taken = True
+        _take(workers)
         for thread in (*self._workers, *self._pumps, self._speaker):
             thread.start()
 
@@ -242,27 +240,28 @@ class Server:
     @contextmanager
     def _bookkeeping(self) -> Iterator[None]:
         """The lock, and no interrupt before the end. Raises IllegalTransitionError in ``observe``."""
+        self._refuse_observer()
         with self.interrupt_guard, self.interrupt_guard.uninterrupted(), self._lock:
-            self._refuse_observer()
             yield
 
     def _refuse_observer(self) -> None:
-        """The lock is held, by this thread perhaps twice: then what it is in the middle of must come to its end."""
-        if self._observing:
+        """This thread holds the lock already, and what it is in the middle of must come to its end."""
+        if self._observer == threading.get_ident():
             raise IllegalTransitionError("observe is called in the middle of a change: use a thread of your own")
 
     def _watched(self, observe: Callable[[Event], None]) -> Callable[[Event], None]:
         def call(event: Event) -> None:
-            self._observing = True
+            self._observer = threading.get_ident()
             try:
                 observe(event)
             finally:
-                self._observing = False
+                self._observer = None
 
         return call
 
     def refuse_own_thread(self, what: str) -> None:
-        """Raise IllegalTransitionError in a thread of this server: it would wait for itself."""
+        """Raise IllegalTransitionError in a thread of this server, or in ``observe``: it would wait for itself."""
+        self._refuse_observer()
         if threading.current_thread() in (*self._workers, *self._pumps, self._speaker):
             raise IllegalTransitionError(f"{what} in a callback waits for itself: use a thread of your own")
 
@@ -272,7 +271,6 @@ class Server:
         """Wait until nothing is unfinished. Returns whether that came to pass within ``timeout`` seconds."""
         self.refuse_own_thread("drain")
         with self._lock:
-            self._refuse_observer()
             return self._idle.wait_for(lambda: self.central.num_unfinished == 0, timeout)
 
     def close(self) -> None:
@@ -297,7 +295,7 @@ class Server:
                 self._closed = True
                 self.central.close(self.clock())
                 for worker in self.central.workers.values():
-                    worker.taken = False
+                    worker.taken.release()
             self._outputs.notify_all()
         self._speaker.join()
         if problem is not None:
@@ -514,11 +512,14 @@ def _check_options(functions: Mapping[str, Any], seed: Any, poll_s: Any) -> None
         raise ConfigError(f"poll_s must be a finite number of seconds > 0, got {poll_s!r}")
 
 
-def _refuse_taken(workers: Sequence[Worker]) -> None:
+def _take(workers: Sequence[Worker]) -> None:
     """Raises ConfigError: two servers would plan steps of one scheduler, neither knowing of the other's."""
-    taken = [worker.name for worker in workers if worker.taken]
-    if taken:
-        raise ConfigError(f"{', '.join(taken)} of another server, which is still open: close it first")
+    free = [worker for worker in workers if worker.taken.acquire(blocking=False)]
+    if len(free) < len(workers):
+        for worker in free:
+            worker.taken.release()
+        names = ", ".join(worker.name for worker in workers if worker not in free)
+        raise ConfigError(f"{names} of another server, which is still open: close it first")
 
 
 def _refuse_closed(links: Mapping[tuple[str, str], Any], workers: Mapping[str, Worker]) -> None:

@@ -12,6 +12,7 @@ all three roles; so a decode worker whose pool runs out preempts, and recomputes
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
@@ -66,7 +67,7 @@ class Worker:
         self.profile = profile
         self.enter = enter
         self.alive = True  # False once it failed for good: it gets no more requests
-        self.taken = False  # a server runs its steps, and no other one may
+        self.taken = threading.Lock()  # held by the server that runs its steps: no other one may
 
     @property
     def block_manager(self) -> BlockManager:

@@ -215,7 +215,7 @@ def _test_flip_promise(answer: Any, rng: random.Random) -> None:
     def expect(
         title: str, together: list[RequestRecord], apart: list[RequestRecord], ttft_s: float, grid: list[float]
     ) -> None:
-        got, want = answer(list(together), list(apart), ttft_s, list(grid)), None
+        got = answer(list(together), list(apart), ttft_s, list(grid))
         want = flip_promise_solution(together, apart, ttft_s, grid)
         counts = ", ".join(
             f"{1e3 * tpot_s:g} ms: {sum(map(SLO(ttft_s, tpot_s).met_by, together))} and "
