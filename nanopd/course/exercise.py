@@ -17,6 +17,7 @@ from typing import Any
 from nanopd.course.compare import Wrong, describe, expect_close, expect_equal
 from nanopd.course.progress import Progress
 from nanopd.course.render import exercise_html, hint_html, result_html
+from nanopd.engine.options import is_int
 from nanopd.errors import ConfigError
 
 __all__ = ["CheckResult", "Exercise", "Hint", "Mistake", "Status", "Wrong", "describe", "expect_close", "expect_equal"]
@@ -141,7 +142,7 @@ class Exercise:
 
         Raises ConfigError for a number that is no int; one out of range gives the nearest hint.
         """
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+        if number is not None and not is_int(number):
             raise ConfigError(f"a hint's number is an int from 1 to {len(self.hints)}, got {number!r:.60}")
         if not self.hints:
             return Hint(0, 0, "this exercise has no hints")

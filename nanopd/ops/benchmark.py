@@ -23,7 +23,7 @@ from nanopd.ops.attention import DecodeKernel, PrefillKernel
 from nanopd.ops.ceilings import Ceilings, measure_ceilings
 from nanopd.ops.cuda import CudaOps
 from nanopd.ops.interface import Ops
-from nanopd.ops.measure import Inputs, time_in_turn, time_op
+from nanopd.ops.measure import Inputs, time_in_turn
 from nanopd.ops.select import get_ops
 
 BLOCK_SIZE = 16
@@ -31,6 +31,7 @@ _CACHE_BYTES = 200e6  # inputs rotate until they hold this much: four times the 
 _MOST_SETS = 16
 
 Row = dict[str, Any]
+Calls = dict[str, tuple[Callable[..., Any], Inputs]]  # by name a function and its sets of arguments
 Plan = tuple[str, str, Callable[[], Row]]  # (group, name, how to measure it)
 
 
@@ -127,7 +128,7 @@ class KernelBenchmark:
         inputs = [self._paged_decode(heads, contexts) for _ in range(sets)]
         row: Row = {"contexts": len(contexts), "kv_tokens": sum(contexts), "kv_bytes": kv_bytes, "input_sets": sets}
         variants = self._decode_variants(every_variant)
-        calls: dict[str, tuple[Callable[..., Tensor], Inputs]] = {name: (fn, inputs) for name, fn in variants.items()}
+        calls: Calls = {name: (fn, inputs) for name, fn in variants.items()}
         if len(set(contexts)) == 1:
             dense = [self._dense(heads, len(contexts), 1, contexts[0]) for _ in range(sets)]
             calls["sdpa"] = (_sdpa, dense)
@@ -153,7 +154,7 @@ class KernelBenchmark:
             if self.ops.attention.has_wgmma:
                 kernels.insert(0, "wgmma")
             variants = {kernel: partial(self.ops.attention.prefill, kernel=kernel) for kernel in kernels}
-        calls: dict[str, tuple[Callable[..., Tensor], Inputs]] = {name: (fn, inputs) for name, fn in variants.items()}
+        calls: Calls = {name: (fn, inputs) for name, fn in variants.items()}
         calls["sdpa"] = (partial(_sdpa, causal=True), [self._dense(heads, 1, chunk, context) for _ in range(sets)])
         times = self._in_turn(calls)
         return row | _beside_sdpa({name: self._compute_row(ms, operations) for name, ms in times.items()})
@@ -244,9 +245,9 @@ class KernelBenchmark:
     # --- results ---------------------------------------------------------------------------------------------------
 
     def _time(self, fn: Callable[..., Any], inputs: list[Any]) -> float:
-        return time_op(self.device, fn, inputs, samples=9 if self.large else 5)
+        return self._in_turn({"": (fn, inputs)})[""]
 
-    def _in_turn(self, calls: dict[str, tuple[Callable[..., Tensor], Inputs]]) -> dict[str, float]:
+    def _in_turn(self, calls: Calls) -> dict[str, float]:
         return time_in_turn(self.device, calls, samples=9 if self.large else 5)
 
     def _memory_row(self, ms: float, num_bytes: int) -> Row:
@@ -260,9 +261,9 @@ class KernelBenchmark:
 
 def _beside_sdpa(rows: dict[str, Row]) -> dict[str, Row]:
     """Adds ``of_sdpa`` to the rows of our kernels, if SDPA is among them."""
-    for name, row in rows.items():
-        if name != "sdpa" and "sdpa" in rows:
-            row["of_sdpa"] = rows["sdpa"]["ms"] / row["ms"]
+    if "sdpa" in rows:
+        for name in rows.keys() - {"sdpa"}:
+            rows[name]["of_sdpa"] = rows["sdpa"]["ms"] / rows[name]["ms"]
     return rows
 
 
