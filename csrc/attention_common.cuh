@@ -1,4 +1,4 @@
-// What the attention kernels share: finding a token in the paged cache, and exponentials in base 2.
+// What the attention kernels share: finding a token in the paged cache, exponentials in base 2, and who comes last.
 //
 // Macros given at compile time: SCALAR (bf16 or fp16), HEAD_DIM (64, 96, 128, 256), BLOCK_SIZE (a multiple of 8).
 #pragma once
@@ -27,4 +27,14 @@ __device__ __forceinline__ int cache_row(const int* block_table, int token) {
 // This is the factor for one of them. An empty state has maximum -inf; two empty ones must not give inf - inf = NaN.
 __device__ __forceinline__ float rescale(float own_max, float merged_max) {
   return own_max == NEG_INF ? 0.f : exp2_fast(own_max - merged_max);
+}
+
+// Counts a block in, and says whether it is the last of `others` + 1. For one thread; with a barrier before and after it,
+// what the whole block wrote can be seen by the last one. The counter is back at zero then: nobody has to clear it before
+// the next launch or graph replay.
+__device__ __forceinline__ bool count_in(u32* counter, u32 others) {
+  __threadfence();
+  const bool last = atomicInc(counter, others) == others;  // counts up to `others`, then wraps to 0
+  __threadfence();
+  return last;
 }

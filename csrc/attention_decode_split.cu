@@ -3,30 +3,32 @@
 // * Split: contexts are cut into parts of equal size, at most as many as the GPU has room for blocks (attention_plan.cuh), so
 //   every SM reads memory until the end whatever the batch looks like. Flash-Decoding (Dao et al. 2023) in spirit, with
 //   the even division of Stream-K (Osama et al. 2023).
-// * Share: the query heads that use one key/value head (grouped-query attention) are the rows of one matrix, so that a
+// * Share: the query heads that use one key/value head (grouped-query attention) are the columns of one matrix, so that a
 //   key is loaded once for all of them.
 // * Tensor cores: with 4 query heads per key, a byte loaded needs 4 multiply-adds, which at 4 TB/s already fills half of the
-//   ordinary cores' issue slots, and 8 overflow them. One mma.sync takes up to 16 heads at the same cost.
+//   ordinary cores' issue slots, and 8 overflow them. One mma.sync takes 16 tokens and up to 8 heads. (Heads as its 16 rows
+//   would leave most of them empty, and need twice the products and twice the registers for sums.)
 // * In flight: each warp has a ring of tiles of its own, all but one of them under way (attention_decode_ring.cuh). So the
 //   loop has no barrier at all, nor does the stream of tiles stop where a segment ends.
 // * Early: if the kernel in front still runs (overlap.cuh), the first tiles are fetched all the same, unless they hold the
 //   newest token of a sequence, which that kernel stores.
 //
-// Macros beyond those of attention_common.cuh: STAGES, 3 or 2, chosen by the host. With 2, three blocks fit an SM of 228 KB:
-// more warps, each of which waits more often.
+// Macros beyond those of attention_common.cuh, chosen by the host: STAGES, 3 or 2. With 2, three blocks fit an SM of 228 KB:
+// more warps, each of which waits more often. HEAD_TILES, of 8 heads: 1, or 2 where more than 8 share a key.
 #include "attention_decode_ring.cuh"
 #include "attention_merge.cuh"
-#include "attention_softmax.cuh"
 #include "overlap.cuh"
 
+constexpr int TOKEN_TILES = UNIT / 16;
+constexpr bool ONE_TILE = TOKEN_TILES * HEAD_TILES == 1;
 constexpr int WARPS = HEAD_DIM <= 128 ? 4 : 2;
 static_assert(MAX_GROUP * HEAD_DIM * 4 <= SLOT_BYTES, "a warp's sums fit the slot that it has just used");
 
 // grid: any number of blocks, block WARPS * 32 threads.
 extern "C" __global__ void __launch_bounds__(WARPS * WARP, STAGES == 3 ? 2 : 3) attention_decode_split(
     scalar* __restrict__ out,               // [B, Hq, D]
-    float* __restrict__ partial_out,        // [2 * gridDim.x, 16, D] pieces of segments that were cut
-    float* __restrict__ partial_lse,        // [2 * gridDim.x, 16] base-2 logarithm of each piece's sum of exponentials
+    float* __restrict__ partial_out,        // [2 * gridDim.x, MAX_GROUP, D] pieces of segments that were cut
+    float* __restrict__ partial_lse,        // [2 * gridDim.x, MAX_GROUP] base-2 logarithm of each piece's sum of exponentials
     u32* __restrict__ arrivals,             // [gridDim.x] zeros, and zeros again afterwards
     const scalar* q,                        // [B, Hq, D], rows q_stride elements apart
     const scalar* k_cache,                  // [num_blocks, BLOCK_SIZE, Hkv, D]
@@ -76,14 +78,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, STAGES == 3 ? 2 : 3) 
 #pragma unroll
   for (int s = 0; s < STAGES - 1; ++s) {
     if (newest[s]) wait_for_previous();
-    fetch_tile(ring + s * SLOT_BYTES, k_cache, v_cache, rows[s], lane);
+    fetch_tile(ring + s * SLOT_BYTES, k_cache, v_cache, rows[s], num_kv_heads, lane);
     copy_commit();
   }
   int row = rows[STAGES - 1], slot = 0;
   wait_for_previous();
   let_next_start();  // not before: then the next kernel can count on all that came before this one
 
-  const TileReader k_reader(lane / 16 * 8 + lane % 8, lane / 8 % 2), v_reader(lane % 16, lane / 16);
+  const TileReader k_reader(lane % 16, lane / 16), v_reader(lane / 16 * 8 + lane % 8, lane / 8 % 2);
   const float scale_log2 = scale * LOG2_E;
   int unit = here.at.unit + warp;  // this warp's next one in the segment
   int num_cuts = 0;
@@ -95,23 +97,23 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, STAGES == 3 ? 2 : 3) 
     const bool whole = first == 0 && last == segment_units;  // no other part has a piece of this segment
     if (!whole && threadIdx.x == 0) cuts[num_cuts] = {Pieces(plan, line - first, segment_units), first_row, heads, false};
 
-    // Q as the A operand: rows are heads, those past the group are zero.
-    u32 q_frag[HEAD_DIM / 16][4];
-    const scalar* q_rows = q + (i64)here.at.seq * q_stride + first_head * HEAD_DIM + 2 * t;
+    // Q as the B operand: columns are heads, those past the group are zero.
+    u32 q_frag[HEAD_TILES][HEAD_DIM / 16][2];
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 16 * 4; ++i) {
-      const int head = g + i % 2 * 8, dim = i / 4 * 16 + i % 4 / 2 * 8;
-      q_frag[i / 4][i % 4] = head < heads ? *(const u32*)(q_rows + head * HEAD_DIM + dim) : 0;
+    for (int h = 0; h < HEAD_TILES; ++h) {
+      const scalar* q_row = q + (i64)here.at.seq * q_stride + (first_head + h * 8 + g) * HEAD_DIM + 2 * t;
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 8; ++i) q_frag[h][i / 2][i % 2] = h * 8 + g < heads ? *(const u32*)(q_row + i * 8) : 0;
     }
 
-    float acc[HEAD_DIM / 8][4] = {};  // rows g and g + 8
-    OnlineSoftmax<UNIT / 2> softmax;
+    float acc[HEAD_DIM / 16][HEAD_TILES][4] = {};  // rows are dims, columns heads
+    HeadSoftmax softmax;
 
     for (; unit < last; unit += WARPS) {
       copy_wait<STAGES - 2>();
       __syncwarp();  // every lane's part of the tile has arrived, and every lane is done with the slot refilled next
       const int refill = slot == 0 ? STAGES - 1 : slot - 1;
-      fetch_tile(ring + refill * SLOT_BYTES, k_cache, v_cache, row, lane);
+      fetch_tile(ring + refill * SLOT_BYTES, k_cache, v_cache, row, num_kv_heads, lane);
       copy_commit();  // even when empty, so that the count of groups stays right
       row = next_row();
       ahead.advance(WARPS, context_lens, groups);
@@ -119,50 +121,51 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, STAGES == 3 ? 2 : 3) 
       const u32 k_tile = ring + slot * SLOT_BYTES, v_tile = k_tile + TILE_BYTES;
       slot = slot == STAGES - 1 ? 0 : slot + 1;
 
-      float scores[UNIT / 8][4] = {};  // Q K^T: 16 heads x 8 tokens each
+      // K Q^T, 16 tokens x 8 heads at a time. Products of one sum wait for each other: there are two sums at least.
+      float scores[TOKEN_TILES][HEAD_TILES][4] = {}, odd[4] = {};
 #pragma unroll
       for (int k = 0; k < HEAD_DIM / 16; ++k) {
 #pragma unroll
-        for (int n = 0; n < UNIT / 8; n += 2) {
-          u32 b[4];
-          load_matrices(b, k_reader.at(k_tile, n * 8, k));
-          mma_16x8x16<scalar>(scores[n], q_frag[k], b[0], b[1]);
-          mma_16x8x16<scalar>(scores[n + 1], q_frag[k], b[2], b[3]);
+        for (int m = 0; m < TOKEN_TILES; ++m) {
+          u32 a[4];
+          load_matrices(a, k_reader.at(k_tile, m * 16, k));
+#pragma unroll
+          for (int h = 0; h < HEAD_TILES; ++h)
+            mma_16x8x16<scalar>(ONE_TILE && k % 2 ? odd : scores[m][h], a, q_frag[h][k][0], q_frag[h][k][1]);
         }
       }
+      if (ONE_TILE)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[0][0][i] += odd[i];
 
       if ((unit + 1) * UNIT > context_len) {  // a token past the end: never the unit's first
 #pragma unroll
-        for (int i = 0; i < UNIT / 8 * 4; ++i)
-          if (unit * UNIT + i / 4 * 8 + 2 * t + i % 2 >= context_len) scores[i / 4][i % 4] = NEG_INF;
+        for (int i = 0; i < UNIT / 8; ++i)
+          if (unit * UNIT + i * 8 + g >= context_len)
+#pragma unroll
+            for (int h = 0; h < HEAD_TILES; ++h) scores[i / 2][h][i % 2 * 2] = scores[i / 2][h][i % 2 * 2 + 1] = NEG_INF;
       }
 
-      const bool both = heads > 8;  // otherwise rows g + 8 are padding
-      softmax.update(reinterpret_cast<float(&)[UNIT / 2]>(scores), scale_log2, both);
+      softmax.update(scores, scale_log2);
       if (softmax.outgrown) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          if (r == 1 && !both) break;
+        for (int n = 0; n < HEAD_DIM / 16; ++n)
 #pragma unroll
-          for (int n = 0; n < HEAD_DIM / 8; ++n) {
-            acc[n][2 * r] *= softmax.keep[r];
-            acc[n][2 * r + 1] *= softmax.keep[r];
-          }
-        }
+          for (int i = 0; i < HEAD_TILES * 4; ++i) acc[n][i / 4][i % 4] *= softmax.keep[i / 4 * 2 + i % 2];
       }
-      u32 p_frag[UNIT / 16][4] = {};  // the probabilities, as the A operand of P V
-#pragma unroll
-      for (int i = 0; i < UNIT / 4; ++i)
-        if (i % 2 == 0 || both) p_frag[i / 4][i % 4] = pack2<scalar>(scores[i / 2][i % 2 * 2], scores[i / 2][i % 2 * 2 + 1]);
 
 #pragma unroll
-      for (int k = 0; k < UNIT / 16; ++k) {
+      for (int m = 0; m < TOKEN_TILES; ++m) {
+        u32 p[HEAD_TILES][2];  // the probabilities as the B operand, whose pairs are tokens, where C's are heads
+#pragma unroll
+        for (int i = 0; i < HEAD_TILES * 2; ++i)
+          p[i / 2][i % 2] = transpose_matrix(pack2<scalar>(scores[m][i / 2][i % 2 * 2], scores[m][i / 2][i % 2 * 2 + 1]));
 #pragma unroll
         for (int n = 0; n < HEAD_DIM / 16; ++n) {
-          u32 b[4];
-          load_matrices_transposed(b, v_reader.at(v_tile, k * 16, n));
-          mma_16x8x16<scalar>(acc[2 * n], p_frag[k], b[0], b[1]);
-          mma_16x8x16<scalar>(acc[2 * n + 1], p_frag[k], b[2], b[3]);
+          u32 a[4];
+          load_matrices_transposed(a, v_reader.at(v_tile, m * 16, n));
+#pragma unroll
+          for (int h = 0; h < HEAD_TILES; ++h) mma_16x8x16<scalar>(acc[n][h], a, p[h][0], p[h][1]);
         }
       }
     }
@@ -171,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, STAGES == 3 ? 2 : 3) 
     // filled for the next segment.
     __syncwarp();
     float* own = reinterpret_cast<float*>(ring_memory + (slot == 0 ? STAGES - 1 : slot - 1) * SLOT_BYTES);
-    of_warp[warp].leave(own, acc, softmax.largest, softmax.total, scale_log2, heads);
+    of_warp[warp].leave(own, acc, softmax, scale_log2, heads);
     __syncthreads();
     for (int i = threadIdx.x; i < heads * HEAD_DIM; i += WARPS * WARP) {
       const int head = i / HEAD_DIM, d = i % HEAD_DIM;

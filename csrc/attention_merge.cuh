@@ -8,7 +8,7 @@
 // depend on who comes last.
 #pragma once
 #include "attention_common.cuh"
-#include "attention_plan.cuh"
+#include "attention_decode_softmax.cuh"
 
 // What one warp leaves in shared memory: an unfinished softmax average for each head.
 struct WarpSums {
@@ -16,24 +16,24 @@ struct WarpSums {
   float* sums;  // [heads, D], columns permuted
 
   // Where a head's sum over dimension d lies. The XOR keeps the stores of a warp, 4 heads at a time, on different banks.
-  __device__ __forceinline__ static int at(int head, int d) { return head * HEAD_DIM + (d ^ (head % 4 * 8)); }
+  __device__ __forceinline__ static int at(int head, int d) { return head * HEAD_DIM + (d ^ (head / 2 % 4 * 8)); }
 
-  // `acc`, `row_largest` and `row_total` as mma.sync and OnlineSoftmax have them, heads being rows. `to`: where sums go.
-  __device__ __forceinline__ void leave(float* to, const float (&acc)[HEAD_DIM / 8][4], const float (&row_largest)[2],
-                                        const float (&row_total)[2], float scale_log2, int heads) {
+  // `acc`: rows are dims, columns heads. `to`: where sums go.
+  __device__ __forceinline__ void leave(float* to, const float (&acc)[HEAD_DIM / 16][HEAD_TILES][4],
+                                        const HeadSoftmax& softmax, float scale_log2, int heads) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
     if (lane == 0) sums = to;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (r == 1 && heads <= 8) break;
-      const float sum = warp_sum<4>(row_total[r]);
-      if (t == 0) {
-        largest[g + 8 * r] = row_largest[r] * scale_log2;
-        total[g + 8 * r] = sum;
+    for (int r = 0; r < HEAD_TILES * 2; ++r) {
+      const int head = r / 2 * 8 + 2 * t + r % 2;
+      const float sum = column_sum(softmax.total[r]);
+      if (head >= heads) continue;
+      if (g == 0) {
+        largest[head] = softmax.largest[r] * scale_log2;
+        total[head] = sum;
       }
 #pragma unroll
-      for (int n = 0; n < HEAD_DIM / 8; ++n)
-        *(float2*)(to + at(g + 8 * r, n * 8 + 2 * t)) = make_float2(acc[n][2 * r], acc[n][2 * r + 1]);
+      for (int i = 0; i < HEAD_DIM / 8; ++i) to[at(head, i * 8 + g)] = acc[i / 2][r / 2][r % 2 + i % 2 * 2];
     }
   }
 };
@@ -100,16 +100,6 @@ __device__ __forceinline__ void merge_pieces(scalar* out_rows, const float* part
     for (int j = 0; j < HEAD_DIM / WARP; ++j)
       out_rows[head * HEAD_DIM + j * WARP + lane] = from_float<scalar>(acc[j] / sum);
   }
-}
-
-// Counts a block in, and says whether it is the last of `others` + 1. For one thread; with a barrier before and after it,
-// what the whole block wrote can be seen by the last one. The counter is back at zero then: nobody has to clear it before
-// the next launch or graph replay.
-__device__ __forceinline__ bool count_in(u32* counter, u32 others) {
-  __threadfence();
-  const bool last = atomicInc(counter, others) == others;  // counts up to `others`, then wraps to 0
-  __threadfence();
-  return last;
 }
 
 // A segment that this block shares with others.

@@ -45,6 +45,13 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 addres
                : "memory");
 }
 
+// An 8 x 8 matrix of 16-bit values, two neighbours of row lane / 4 in a lane: its transpose, spread likewise.
+__device__ __forceinline__ u32 transpose_matrix(u32 pair) {
+  u32 transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+  return transposed;
+}
+
 // Four neighbouring lanes exchange their values: lane t of them gets value t of each.
 __device__ __forceinline__ void transpose_quad(u32 (&x)[4]) {
 #pragma unroll

@@ -18,7 +18,7 @@
 constexpr int UNIT = HEAD_DIM <= 64 ? 32 : 16;  // tokens: one tile of a warp
 constexpr int MIN_UNITS = 4;   // smallest part worth a block: below it fetching costs less than merging
 constexpr float BORDER_UNITS = 24.f;  // what a border costs: a pipeline drained, partial sums written, and merged
-constexpr int MAX_GROUP = 16;  // query heads handled together: rows of the tensor core's tile
+constexpr int MAX_GROUP = 8 * HEAD_TILES;  // query heads handled together: columns of the tensor core's tiles
 
 __device__ __forceinline__ int num_units(int context_len) { return (context_len + UNIT - 1) / UNIT; }
 

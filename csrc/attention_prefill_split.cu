@@ -9,7 +9,6 @@
 //   of 64 rows and keys are read once for all of them. Row r of a sequence is query r / ratio, head r % ratio.
 // * How many blocks share a tile is decided here, by the context's length; the grid only says how many could.
 // * Within a block: the steps of the tiled kernel (attention_tile.cuh), with 16 rows a warp.
-#include "attention_merge.cuh"
 #include "attention_tile.cuh"
 
 constexpr int WARPS = 4;

@@ -1,4 +1,4 @@
-// An online softmax over scores as wgmma and mma.sync leave them: with g = lane / 4 and t = lane % 4, a lane holds of row g
+// An online softmax over scores as wgmma leaves them: with g = lane / 4 and t = lane % 4, a lane holds of row g
 // (r = 0) and of row g + 8 (r = 1) the columns 2 t and 2 t + 1 of every 8, as c[0], c[1] and c[2], c[3].
 #pragma once
 #include "attention_common.cuh"
@@ -17,24 +17,21 @@ template <int n> struct OnlineSoftmax {
   bool outgrown;
 
   // Scores become probabilities, not yet divided by their sum. As in attention_tile.cuh, the reference moves, and all that
-  // was summed is rescaled, only when some maximum has outgrown it by 2^8. Without `both` row g + 8 is left alone.
-  __device__ __forceinline__ void update(float (&scores)[n], float scale_log2, bool both = true) {
+  // was summed is rescaled, only when some maximum has outgrown it by 2^8.
+  __device__ __forceinline__ void update(float (&scores)[n], float scale_log2) {
     float seen[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      seen[r] = largest[r];
-      if (r == 1 && !both) break;
       float even = largest[r], odd = NEG_INF;
 #pragma unroll
       for (int i = 2 * r; i < n; i += 4) even = fmaxf(even, scores[i]), odd = fmaxf(odd, scores[i + 1]);
       seen[r] = fmaxf(even, odd);
     }
-    const float growth[2] = {seen[0] - largest[0], both ? seen[1] - largest[1] : 0.f};
-    outgrown = __any_sync(FULL_MASK, fmaxf(growth[0], growth[1]) * scale_log2 > 8.f);
+    const float growth = fmaxf(seen[0] - largest[0], seen[1] - largest[1]);
+    outgrown = __any_sync(FULL_MASK, growth * scale_log2 > 8.f);
     if (outgrown) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (r == 1 && !both) break;
         const float new_largest = warp_max<4>(seen[r]);  // finite: the first keys that come are seen
         keep[r] = exp2_fast((largest[r] - new_largest) * scale_log2);
         largest[r] = new_largest;
@@ -43,7 +40,6 @@ template <int n> struct OnlineSoftmax {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (r == 1 && !both) break;
       const float offset = largest[r] * scale_log2;
       float even = 0.f, odd = 0.f;
 #pragma unroll

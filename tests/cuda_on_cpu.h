@@ -205,6 +205,12 @@ inline void load_four_matrices(unsigned (&r)[4], unsigned address, bool transpos
     }
   }
 }
+inline unsigned transpose_pairs(unsigned pair) {
+  const auto pairs = all_lanes(pair);
+  const int g = lane_id() / 4, t = lane_id() % 4;
+  const auto value = [&](int row, int column) { return pairs[row * 4 + column / 2] >> column % 2 * 16 & 0xffff; };
+  return value(2 * t, g) | value(2 * t + 1, g) << 16;
+}
 inline void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   Warp& warp = own_warp();
   warp.operands[lane_id()] = {a[0], a[1], a[2], a[3], b0, b1};

@@ -26,6 +26,7 @@ _ASSEMBLY = {
     "cvt.rn.bf16x2": "y = bf16_pair(lo, hi);",
     "cvt.rn.bf16.f32": "y.bits = bf16_bits(x);",
     "ex2.approx": "y = exp2f(x);",
+    "movmatrix": "transposed = transpose_pairs(pair);",
     "ldmatrix.sync.aligned.m8n8.x4.trans": "load_four_matrices(r, address, true);",
     "ldmatrix": "load_four_matrices(r, address, false);",
     "cp.async.cg": "copy16(to_shared, from_global, valid);",

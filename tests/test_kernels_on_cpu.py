@@ -12,7 +12,7 @@ import torch
 from cuda_on_cpu import COMPILER, CpuKernel
 from torch import Tensor
 
-from nanopd.ops.attention import RINGS, Ring, tilings
+from nanopd.ops.attention import STAGES, Ring, head_tiles, tilings
 from nanopd.ops.reference import ReferenceOps
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs Linux and g++")
@@ -87,7 +87,8 @@ def decode_split(kernel: CpuKernel, p: Problem, parts: int) -> tuple[Tensor, int
     """The result, and how many pieces of cut segments it was merged from."""
     num_seqs, num_heads, head_dim = p.q.shape
     out, counters = torch.full_like(p.q, math.nan), torch.zeros(parts, dtype=torch.int32)
-    pieces = torch.full((2 * parts, 16, head_dim), math.nan), torch.full((2 * parts, 16), math.nan)
+    rows = 8 * head_tiles(num_heads // p.k_cache.shape[2])
+    pieces = torch.full((2 * parts, rows, head_dim), math.nan), torch.full((2 * parts, rows), math.nan)
     sizes = (num_heads * head_dim, p.tables.shape[1], num_seqs, num_heads, p.k_cache.shape[2])
     inputs = (p.q, p.k_cache, p.v_cache, p.tables, p.lens)
     kernel((parts,), 128 if head_dim <= 128 else 64, out, *pieces, counters, *inputs, p.scale, *sizes)
@@ -95,26 +96,33 @@ def decode_split(kernel: CpuKernel, p: Problem, parts: int) -> tuple[Tensor, int
     return out, int((~pieces[1].isnan()).any(dim=1).sum())
 
 
-@pytest.mark.parametrize("ring", RINGS)
-@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (96, 8), (128, 16), (256, 8)])
-def test_split_decode(folder: Path, head_dim: int, block_size: int, ring: Ring) -> None:
-    kernel = CpuKernel("attention_decode_split", folder, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, STAGES=ring.STAGES)
-    draw, shape = random.Random(head_dim), {"head_dim": head_dim, "block_size": block_size}
+def split_kernel(folder: Path, *, head_dim: int, block_size: int = 16, stages: int = 3, tiles: int = 1) -> CpuKernel:
+    macros = Ring(stages, tiles)._asdict()
+    return CpuKernel("attention_decode_split", folder, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, **macros)
+
+
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (64, 24), (96, 8), (128, 16), (128, 24), (256, 8)])
+def test_split_decode(folder: Path, head_dim: int, block_size: int, stages: int) -> None:
+    sizes = {"head_dim": head_dim, "block_size": block_size}
+    kernels = {tiles: split_kernel(folder, **sizes, stages=stages, tiles=tiles) for tiles in (1, 2)}
+    draw = random.Random(head_dim)
     for heads in HEADS:
         for contexts in ([1], [300], [17, 0, 64, 1, 33], [96] * 4, [0, 0]):
-            p = problem(contexts, heads=heads, sharpness=draw.choice([1.0, 8.0]), **shape)
+            p = problem(contexts, heads=heads, sharpness=draw.choice([1.0, 8.0]), **sizes)
+            kernel = kernels[head_tiles(heads[0] // heads[1])]
             assert_close(decode_split(kernel, p, draw.randint(1, 14))[0], p, decode=True)
 
 
 def test_split_decode_cut_anywhere(folder: Path) -> None:
-    kernel = CpuKernel("attention_decode_split", folder, HEAD_DIM=64, BLOCK_SIZE=16, STAGES=3)
+    kernel = split_kernel(folder, head_dim=64)
     p = problem([160, 0, 96, 33], heads=(6, 3))
     for parts in range(1, 30):
         assert_close(decode_split(kernel, p, parts)[0], p, decode=True)
 
 
 def test_equal_contexts_are_cut_at_their_ends_where_that_pays(folder: Path) -> None:
-    kernel = CpuKernel("attention_decode_split", folder, HEAD_DIM=64, BLOCK_SIZE=16, STAGES=3)
+    kernel = split_kernel(folder, head_dim=64)
     few, many = 10 * 32, 60 * 32  # tokens: 10 and 60 units
     for contexts, parts, pieces in (
         ([few] * 4, 15, 0),  # 8 parts of 10 units, not 15 of 5 or 6 with a border in most of them

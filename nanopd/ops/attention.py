@@ -26,7 +26,6 @@ DecodeKernel = Literal["naive", "warp", "split"]
 PrefillKernel = Literal["naive", "tiled", "split", "wgmma"]
 
 # These repeat constants of csrc; tests/gpu/test_attention.py fails if they drift apart.
-_MAX_GROUP = 16  # attention_plan.cuh: query heads handled together
 _MIN_UNITS = 4  # attention_plan.cuh: units in the smallest part
 _WARP_KERNEL_THREADS = 256  # attention_decode_warp.cu
 _SPLIT_THREADS = 128  # attention_prefill_split.cu
@@ -46,9 +45,10 @@ class Ring(NamedTuple):
     """Macros of attention_decode_split.cu."""
 
     STAGES: int  # tiles per warp in shared memory
+    HEAD_TILES: int  # of 8 query heads that share a key: 1, or 2 where more do
 
 
-RINGS = (Ring(3), Ring(2))
+STAGES = (3, 2)  # the rings there are
 
 
 class Tiling(NamedTuple):
@@ -106,7 +106,8 @@ def variants(
 
 
 def _with_macros(head_dim: int) -> list[tuple[str, Tiling | Ring]]:
-    return [*(("decode_split", ring) for ring in RINGS), *(("prefill_tiled", tiling) for tiling in tilings(head_dim))]
+    rings = [Ring(stages, tiles) for stages in STAGES for tiles in (1, 2)]
+    return [*(("decode_split", ring) for ring in rings), *(("prefill_tiled", tiling) for tiling in tilings(head_dim))]
 
 
 def wgmma_variants(
@@ -319,15 +320,16 @@ class PagedAttention:
     def _decode_split(self, q: Tensor, k_cache: Tensor, block_tables: Tensor, scale: float, overlap: bool) -> Launch:
         num_seqs, num_heads, head_dim = q.shape
         num_kv_heads, max_blocks = k_cache.shape[2], block_tables.shape[1]
-        segments = num_seqs * num_kv_heads * _ceil_div(num_heads // num_kv_heads, _MAX_GROUP)
-        kernel, threads, shared, room = self._decode_ring(q.dtype, k_cache, segments)
+        tiles = head_tiles(num_heads // num_kv_heads)
+        segments = num_seqs * num_kv_heads * _ceil_div(num_heads // num_kv_heads, 8 * tiles)
+        kernel, threads, shared, room = self._decode_ring(q.dtype, k_cache, segments, tiles)
         most_work = segments * _ceil_div(max_blocks * k_cache.shape[1], unit_tokens(head_dim))
         parts = max(1, min(room, _ceil_div(most_work, _MIN_UNITS)))
 
         # Up to two unfinished pieces per part: 16 heads of D sums and one logarithm each, in float32. It lives as long
         # as the launch, whose repetitions, one behind the other on its stream, share it. Then torch hands the memory
         # only to work that comes later on that stream.
-        pieces = 2 * parts * _MAX_GROUP
+        pieces = 2 * parts * 8 * tiles
         workspace = torch.empty(pieces * (head_dim + 1), dtype=torch.float32, device=self._device)
         partial_lse = workspace[pieces * head_dim :]
         counters = self._arrival_counters()
@@ -339,7 +341,9 @@ class PagedAttention:
 
         return launch
 
-    def _decode_ring(self, dtype: torch.dtype, k_cache: Tensor, segments: int) -> tuple[Kernel, int, int, int]:
+    def _decode_ring(
+        self, dtype: torch.dtype, k_cache: Tensor, segments: int, tiles: int
+    ) -> tuple[Kernel, int, int, int]:
         """Decode's kernel, its threads, its shared memory, and how many of its blocks there is room for.
 
         On the whole GPU memory sets the pace, and three slots in the ring, with fewer blocks, read a little faster if
@@ -347,9 +351,9 @@ class PagedAttention:
         gain. In a partition the SMs do, and they read faster with more warps: two slots.
         """
         found = []
-        for ring in RINGS:  # all of them: another batch may want the other one, and compiling would stall its step
-            kernel = self._kernel("decode_split", dtype, k_cache, ring)
-            warps, shared = split_shape(k_cache.shape[3], ring)
+        for stages in STAGES:  # all of them: another batch may want the other one, and compiling would stall its step
+            kernel = self._kernel("decode_split", dtype, k_cache, Ring(stages, tiles))
+            warps, shared = split_shape(k_cache.shape[3], stages)
             room = self.num_sms * self._blocks_per_sm(kernel, warps * 32, shared)
             found.append((kernel, warps * 32, shared, room))
         three_slots, two_slots = found
@@ -450,10 +454,15 @@ class PagedAttention:
             )
 
 
-def split_shape(head_dim: int, ring: Ring) -> tuple[int, int]:
+def split_shape(head_dim: int, stages: int) -> tuple[int, int]:
     """Warps per block and bytes of dynamic shared memory of attention_decode_split.cu."""
     warps = 4 if head_dim <= 128 else 2
-    return warps, warps * ring.STAGES * 2 * unit_tokens(head_dim) * head_dim * 2
+    return warps, warps * stages * 2 * unit_tokens(head_dim) * head_dim * 2
+
+
+def head_tiles(ratio: int) -> int:
+    """Tiles of 8 query heads that are handled together, if ``ratio`` share a key/value head."""
+    return 1 if ratio <= 8 else 2
 
 
 def aligned_parts(segments: int, room: int) -> int:

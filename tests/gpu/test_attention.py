@@ -223,12 +223,12 @@ def test_decode_large_batch(kernels: PagedAttention, kernel: str) -> None:
     assert_close(run_decode(kernels, all_empty, kernel), all_empty)
 
 
-@pytest.mark.parametrize("ring", attention.RINGS)
+@pytest.mark.parametrize("stages", attention.STAGES)
 @pytest.mark.parametrize("num_sms", [1, 2, 5, 23, 400])
 def test_decode_split_for_any_number_of_parts(
-    library: KernelLibrary, monkeypatch: pytest.MonkeyPatch, num_sms: int, ring: attention.Ring
+    library: KernelLibrary, monkeypatch: pytest.MonkeyPatch, num_sms: int, stages: int
 ) -> None:
-    monkeypatch.setattr(attention, "RINGS", (ring, ring))
+    monkeypatch.setattr(attention, "STAGES", (stages, stages))
     kernels = PagedAttention(library, num_sms=num_sms)
     for seed, contexts in enumerate(([3000], [1, 2500, 0, 16, 700], [512] * 30, ragged(70, 400, 5))):
         problem = make_problem(contexts, heads=(12, 3), head_dim=64, seed=seed)
@@ -257,11 +257,13 @@ def test_decode_split_takes_the_ring_that_suits(library: KernelLibrary) -> None:
         kernels = PagedAttention(library, num_sms=num_sms)
         problem = make_problem([200] * count, heads=heads, head_dim=64)
         assert_close(kernels.decode(*problem.decode_arguments), problem)
-        shared = kernels._decode_ring(problem.q.dtype, problem.k_cache, count * heads[1])[2]
+        shared = kernels._decode_ring(problem.q.dtype, problem.k_cache, count * heads[1], 1)[2]
         if total == 132:
-            assert shared == attention.split_shape(64, attention.Ring(stages))[1]
+            assert shared == attention.split_shape(64, stages)[1]
         compiled = {key[-1] for key in kernels._kernels if key[0] == "decode_split"}
-        assert compiled == set(attention.RINGS), "the other one, too, before some batch needs it"
+        assert compiled == {attention.Ring(one, 1) for one in attention.STAGES}, (
+            "the other one, too, before some batch needs it"
+        )
 
 
 def test_decode_split_repeats_bit_for_bit(kernels: PagedAttention) -> None:
@@ -581,7 +583,7 @@ def test_host_constants_agree_with_the_sources() -> None:
 
     assert constant("attention_plan.cuh", "UNIT") == "HEAD_DIM <= 64 ? 32 : 16"
     assert constant("attention_plan.cuh", "MIN_UNITS") == str(attention._MIN_UNITS)
-    assert constant("attention_plan.cuh", "MAX_GROUP") == str(attention._MAX_GROUP)
+    assert constant("attention_plan.cuh", "MAX_GROUP") == "8 * HEAD_TILES"
     assert constant("attention_decode_split.cu", "WARPS") == "HEAD_DIM <= 128 ? 4 : 2"
     assert constant("attention_decode_warp.cu", "WARPS") == str(attention._WARP_KERNEL_THREADS // 32)
     assert constant("attention_prefill_split.cu", "WARPS") == str(attention._SPLIT_THREADS // 32)
@@ -607,7 +609,7 @@ def test_host_constants_agree_with_the_sources() -> None:
 def test_shared_memory_fits_the_smallest_gpus() -> None:
     limit = 99 * 1024  # sm_86 and sm_89, static shared memory included
     for head_dim in checks.HEAD_DIMS:
-        assert all(attention.split_shape(head_dim, ring)[1] + 1024 <= limit for ring in attention.RINGS)
+        assert all(attention.split_shape(head_dim, stages)[1] + 1024 <= limit for stages in attention.STAGES)
         for tiling in attention.tilings(head_dim)[:2]:
             assert attention.tiled_shape(head_dim, *tiling)[1] + 512 <= limit
         assert attention.wgmma_shape(head_dim).shared_bytes + 1024 <= 227 * 1024  # sm_90
