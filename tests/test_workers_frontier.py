@@ -25,7 +25,7 @@ from nanopd.workers.measured import Sizes, cpu_sizes
 
 SIZES = Sizes(
     states=((3, 64),), chunks=(8, 32), splits=(("cpu/cores=0", "cpu/cores=1"),), whole="cpu", prompt=32, seconds=0.05,
-    warmup=1,
+    warmup=1, settle=0.05,
 )  # fmt: skip
 
 # --- arithmetic ------------------------------------------------------------------------------------------------
@@ -161,6 +161,14 @@ def test_an_error_in_a_thread_reaches_the_caller_and_everything_ends(worker: Wor
     assert threading.active_count() == threads
 
 
+def test_what_comes_before_the_load_has_settled_does_not_count(worker: Worker) -> None:
+    worker.runner = Silent()
+    load = Load(worker, threading.Lock(), Decodes(worker, 2, 40))
+    (steps,) = run_together([load], 0.02, warmup=2, settle=0.1)
+    assert steps == [step for step in load.steps if step.end >= steps[0].end]
+    assert steps[0].end > load.steps[1].end + 0.1
+
+
 def test_a_pool_too_small_for_the_load_says_so(worker: Worker) -> None:
     worker.runner = Silent()
     with pytest.raises(StepFailedError, match="collocated0 has nothing to compute"):
@@ -196,6 +204,7 @@ def test_every_point_is_there(results: dict[str, Any]) -> None:
         assert 0 < point["p50_ms"] <= point["p99_ms"] and point["prefill_tokens_per_ms"] > 0 and point["steps"] > 0
     for point in state["split"].values():
         assert point["p99_of_alone"] == point["p99_ms"] / point["decode_alone"]["p99_ms"]
+        assert point["starting_of_alone"] > 0
     assert state["at_equal_tpot"] == compare(state)
 
 

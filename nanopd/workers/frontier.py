@@ -44,7 +44,7 @@ def measure_frontier(
     progress: bool = True,
     save: Callable[[dict[str, Any]], object] | None = None,
 ) -> dict[str, Any]:
-    """Measure all three curves for every state. About two minutes on an H200, under half of one on a small CPU model.
+    """Measure all three curves for every state. Under four minutes on an H200, half of one on a small CPU model.
 
     Returns plain numbers for ``nanopd.ops.measure.write_result``: "states" by name ("b64_ctx8192"), each with
 
@@ -54,6 +54,7 @@ def measure_frontier(
 
     where a point has mean_ms, p50_ms, p99_ms between tokens, steps, and prefill_tokens_per_ms. A split's also has
     "decode_alone", the same decodes in the same partition without prefill, and "p99_of_alone", 99th over 99th
+    percentile; with ``sizes.settle`` also "starting_of_alone", the longest gap while the card settles over that 99th
     percentile; "prefill_alone" is the prefill rate by split while nobody decodes. "gil": ``gil_cost``.
 
     ``blas_hint``: as for ``Cluster.build``. ``save`` is called with what there is after each split, in case the
@@ -108,7 +109,8 @@ def _measure_chunked(loaded: LoadedModel, sizes: Sizes, states: dict[str, Any], 
                 worker.scheduler = Scheduler(replace(config, chunk_size=chunk), worker.block_manager)
                 decodes, prompts = Decodes(worker, batch, context), Prompts(worker, sizes.prompt)
                 whole_prompt = -(-sizes.prompt // chunk) + 1  # every kernel that its last chunk needs is compiled then
-                (steps,) = _run(sizes, Load(worker, lock, decodes, prompts), warmup=whole_prompt)
+                load = Load(worker, lock, decodes, prompts)
+                (steps,) = _run(sizes, load, warmup=whole_prompt, settle=sizes.settle)
                 state["chunked"][str(chunk)] = point(steps, steps)
                 done(f"{name} chunk {chunk}")
 
@@ -122,7 +124,7 @@ def _measure_streams(loaded: LoadedModel, sizes: Sizes, states: dict[str, Any], 
         for (batch, context), (name, state) in zip(sizes.states, states.items()):
             for chunk in (sizes.prompt // 4, sizes.prompt):
                 prefill.scheduler = Scheduler(replace(config, chunk_size=chunk), prefill.block_manager)
-                decodes, prompts = _beside(prefill, decode, batch, context, sizes)
+                _, decodes, prompts = _beside(prefill, decode, batch, context, sizes)
                 state["streams"][str(chunk)] = point(decodes, prompts)
                 done(f"{name} streams {chunk}")
 
@@ -140,20 +142,24 @@ def _measure_split(
             (steps,) = _run(sizes, Load(decode, lock, Decodes(decode, batch, context)), share=1.5)
             solo = summary(gaps_ms(steps))
             done(f"{state_name} {name} alone")
-            decodes, prompts = _beside(prefill, decode, batch, context, sizes, share=2.0)
+            before, decodes, prompts = _beside(prefill, decode, batch, context, sizes, share=2.0)
             beside = point(decodes, prompts)
             ratio = beside["p99_ms"] / solo["p99_ms"]
             state["split"][name] = {**beside, "decode_alone": solo, "p99_of_alone": ratio}
+            if gaps := gaps_ms(before) if sizes.settle else []:
+                state["split"][name]["starting_of_alone"] = max(gaps) / solo["p99_ms"]
             done(f"{state_name} {name}")
 
 
 def _beside(
     prefill: Worker, decode: Worker, batch: int, context: int, sizes: Sizes, share: float = 1.0
-) -> list[list[Step]]:
-    """Steps of the decode and of the prefill worker, running at once."""
+) -> tuple[list[Step], list[Step], list[Step]]:
+    """Steps of the decode and of the prefill worker, running at once; first those decodes while the card settles."""
     lock = threading.Lock()  # over the books of the pool that they share
-    decodes = Load(decode, lock, Decodes(decode, batch, context))
-    return _run(sizes, decodes, Load(prefill, lock, prompts=Prompts(prefill, sizes.prompt)), share=share)
+    load, prompts = Load(decode, lock, Decodes(decode, batch, context)), Prompts(prefill, sizes.prompt)
+    steps, prefills = _run(sizes, load, Load(prefill, lock, prompts=prompts), share=share, settle=sizes.settle)
+    before = [step for step in load.steps if step.end < steps[0].end][sizes.warmup :]
+    return before, steps, prefills
 
 
 def point(decodes: Sequence[Step], prompts: Sequence[Step]) -> dict[str, float]:
@@ -181,8 +187,9 @@ def _run(
     *loads: Load,
     share: float = 1.0,
     warmup: int = 0,
+    settle: float = 0.0,
 ) -> list[list[Step]]:
-    return run_together(loads, share * sizes.seconds, warmup=max(warmup, sizes.warmup))
+    return run_together(loads, share * sizes.seconds, warmup=max(warmup, sizes.warmup), settle=settle)
 
 
 @contextmanager

@@ -123,11 +123,12 @@ def run_together(
     seconds: float,
     *,
     warmup: int = 3,
+    settle: float = 0.0,
 ) -> list[list[Step]]:
     """Run each load in a thread of its own, all at once. Returns the steps of each that ended in a common stretch.
 
-    The stretch begins when each has taken ``warmup`` steps, and lasts ``seconds``, and longer if a load would have
-    fewer than two steps in it.
+    The stretch begins when each has taken ``warmup`` steps and ``settle`` seconds have passed, and lasts ``seconds``,
+    and longer if a load would have fewer than two steps in it.
 
     Raises what the first step raised that failed.
     """
@@ -155,6 +156,7 @@ def run_together(
         for mark in marks:
             for _ in range(warmup):
                 mark.acquire()
+        stop.wait(settle)
         begin = loads[0].clock()
         stop.wait(seconds)
         while not stop.is_set() and any(sum(s.end > begin for s in load.steps) < 3 for load in loads):

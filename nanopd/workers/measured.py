@@ -31,6 +31,8 @@ class Sizes:
         prompt: tokens per prompt.
         seconds: of measuring per point; twice that for the points of a split, whose 99th percentile counts.
         warmup: steps before measuring.
+        settle: seconds under load before a point with prefill is measured. A card that reaches its power limit lowers
+            its clock too far, and then less so, in swings of a second; a split's point says what they cost.
     """
 
     states: tuple[tuple[int, int], ...]
@@ -40,6 +42,7 @@ class Sizes:
     prompt: int
     seconds: float
     warmup: int = 3
+    settle: float = 0.0
 
     @property
     def max_batch(self) -> int:
@@ -72,6 +75,7 @@ def gpu_sizes(device: str = "cuda:0") -> Sizes:
         whole=device,
         prompt=2048,
         seconds=1.4,
+        settle=2.0,
     )
 
 
