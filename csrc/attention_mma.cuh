@@ -7,7 +7,7 @@
 //   B (2 registers, 2 values each):  b0 = B[2t..][g]   b1 = B[2t+8..][g]          (pairs run down a column)
 //   C (4 floats):                    c0, c1 = C[g][2t..]                 c2, c3 = C[g+8][2t..]
 //
-// C of one product is laid out like A of the next: softmax(Q K^T) goes into the product with V without leaving registers.
+// C of one product is laid out like A of the next, and transpose_matrix makes B of it: it need not leave registers.
 #pragma once
 #include "attention_common.cuh"
 

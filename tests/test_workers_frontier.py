@@ -25,7 +25,7 @@ from nanopd.workers.measured import Sizes, cpu_sizes
 
 SIZES = Sizes(
     states=((3, 64),), chunks=(8, 32), splits=(("cpu/cores=0", "cpu/cores=1"),), whole="cpu", prompt=32, seconds=0.05,
-    warmup=1, settle=0.05,
+    warmup=1, settle=0.2,
 )  # fmt: skip
 
 # --- arithmetic ------------------------------------------------------------------------------------------------
@@ -167,6 +167,9 @@ def test_what_comes_before_the_load_has_settled_does_not_count(worker: Worker) -
     (steps,) = run_together([load], 0.02, warmup=2, settle=0.1)
     assert steps == [step for step in load.steps if step.end >= steps[0].end]
     assert steps[0].end > load.steps[1].end + 0.1
+    for settle in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="settle"):
+            run_together([load], 0.02, settle=settle)
 
 
 def test_a_pool_too_small_for_the_load_says_so(worker: Worker) -> None:

@@ -326,9 +326,9 @@ class PagedAttention:
         most_work = segments * _ceil_div(max_blocks * k_cache.shape[1], unit_tokens(head_dim))
         parts = max(1, min(room, _ceil_div(most_work, _MIN_UNITS)))
 
-        # Up to two unfinished pieces per part: 16 heads of D sums and one logarithm each, in float32. It lives as long
-        # as the launch, whose repetitions, one behind the other on its stream, share it. Then torch hands the memory
-        # only to work that comes later on that stream.
+        # Up to two unfinished pieces per part: 8 or 16 heads of D sums and one logarithm each, in float32. It lives as
+        # long as the launch, whose repetitions, one behind the other on its stream, share it. Then torch hands the
+        # memory only to work that comes later on that stream.
         pieces = 2 * parts * 8 * tiles
         workspace = torch.empty(pieces * (head_dim + 1), dtype=torch.float32, device=self._device)
         partial_lse = workspace[pieces * head_dim :]

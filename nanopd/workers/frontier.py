@@ -54,8 +54,8 @@ def measure_frontier(
 
     where a point has mean_ms, p50_ms, p99_ms between tokens, steps, and prefill_tokens_per_ms. A split's also has
     "decode_alone", the same decodes in the same partition without prefill, and "p99_of_alone", 99th over 99th
-    percentile; with ``sizes.settle`` also "starting_of_alone", the longest gap while the card settles over that 99th
-    percentile; "prefill_alone" is the prefill rate by split while nobody decodes. "gil": ``gil_cost``.
+    percentile; with ``sizes.settle`` also "starting_of_alone", the longest gap before that, over the 99th percentile
+    of "decode_alone"; "prefill_alone" is the prefill rate by split while nobody decodes. "gil": ``gil_cost``.
 
     ``blas_hint``: as for ``Cluster.build``. ``save`` is called with what there is after each split, in case the
     measurement does not get to its end.

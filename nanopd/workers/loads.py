@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import threading
 import time
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from nanopd.engine.benchmark import prefilled_request
 from nanopd.engine.request import Request
 from nanopd.engine.sampling_params import SamplingParams
-from nanopd.errors import StepFailedError
+from nanopd.errors import ConfigError, StepFailedError
 from nanopd.workers.worker import Worker
 
 Clock = Callable[[], float]
@@ -127,11 +128,13 @@ def run_together(
 ) -> list[list[Step]]:
     """Run each load in a thread of its own, all at once. Returns the steps of each that ended in a common stretch.
 
-    The stretch begins when each has taken ``warmup`` steps and ``settle`` seconds have passed, and lasts ``seconds``,
-    and longer if a load would have fewer than two steps in it.
+    The stretch begins ``settle`` seconds after each has taken ``warmup`` steps, and lasts ``seconds``, and longer if a
+    load would have fewer than two steps in it.
 
-    Raises what the first step raised that failed.
+    Raises what the first step raised that failed; ConfigError if ``settle`` is no finite number of seconds.
     """
+    if not 0 <= settle < math.inf:
+        raise ConfigError(f"settle {settle}: a load settles for a finite number of seconds, 0 or more")
     stop, errors = threading.Event(), []
     marks = [threading.Semaphore(0) for _ in loads]  # one for each step taken
 

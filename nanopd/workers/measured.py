@@ -31,8 +31,8 @@ class Sizes:
         prompt: tokens per prompt.
         seconds: of measuring per point; twice that for the points of a split, whose 99th percentile counts.
         warmup: steps before measuring.
-        settle: seconds under load before a point with prefill is measured. A card that reaches its power limit lowers
-            its clock too far, and then less so, in swings of a second; a split's point says what they cost.
+        settle: seconds under load before a point with decodes and prefill is measured. A card that reaches its power
+            limit lowers its clock too far, and then swings with less and less; a split's point says what that cost.
     """
 
     states: tuple[tuple[int, int], ...]
