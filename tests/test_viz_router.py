@@ -191,7 +191,7 @@ def test_the_coverage_picture_draws_what_was_counted() -> None:
     ax = draw_coverage({"synthetic": coverage}, ax=canvas())
     (line,) = (line for line in ax.lines if line.get_gid() == "coverage synthetic")
     assert list(zip(line.get_xdata(), line.get_ydata())) == list(zip(coverage.nominal, coverage.real))
-    assert ax.get_title(loc="left") == f"Intervals keep their word to within {coverage.worst:.1%}"
+    assert ax.get_title(loc="left") == f"Intervals keep their word to within {100 * coverage.worst:.1f} points"
     assert legend(ax)[1:] == [f"synthetic: off by at most {coverage.worst * 100:.1f} points"]
 
 

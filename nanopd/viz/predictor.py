@@ -145,5 +145,5 @@ def draw_coverage(coverages: dict[str, Coverage], *, title: str | None = None, a
         ax.set_ylabel("share that it held")
         ax.legend(loc="upper left")
         worst = max(coverage.worst for coverage in coverages.values())
-        ax.set_title(title or f"Intervals keep their word to within {worst:.1%}")
+        ax.set_title(title or f"Intervals keep their word to within {100 * worst:.1f} points")
     return ax
