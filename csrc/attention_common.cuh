@@ -16,6 +16,9 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+// The largest power of 2 that divides both. Tokens of a tile lie one behind the other in the cache in runs of so many.
+__device__ constexpr int common_power_of_2(int a, int b) { return (a | b) & -(a | b); }
+
 // The row of the cache, seen as [num_blocks * BLOCK_SIZE, Hkv, D], that holds token `token` of a sequence.
 // `block_table` is the sequence's row of block_tables. Only call it for token < context_len: the rest is padding.
 __device__ __forceinline__ int cache_row(const int* block_table, int token) {

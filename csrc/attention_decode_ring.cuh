@@ -10,8 +10,8 @@ constexpr int TILE_BYTES = UNIT * ROW_BYTES;         // UNIT token rows of K, or
 constexpr int SLOT_BYTES = 2 * TILE_BYTES;           // a tile of each
 constexpr int RING_BYTES = STAGES * SLOT_BYTES;      // per warp; the host passes WARPS * RING_BYTES as shared memory
 
-// Tokens that certainly lie one behind the other in a cache block: the largest power of 2 that divides both.
-constexpr int RUN = (BLOCK_SIZE | UNIT) & -(BLOCK_SIZE | UNIT);
+// Tokens that certainly lie one behind the other in a cache block.
+constexpr int RUN = common_power_of_2(BLOCK_SIZE, UNIT);
 
 // Copy one tile of K and V into a ring slot. Lane i holds the row of token i % UNIT in the caches, seen as
 // [slots * Hkv, D], or -1 past the end: such tokens become zeros, since a probability of 0 would not silence a NaN left in

@@ -17,7 +17,7 @@ constexpr int THREADS = (CONSUMERS + 1) * GROUP;
 constexpr int COLUMNS = (HEAD_DIM + 63) / 64;       // of 64 dims (column_offset)
 constexpr int Q_COLUMN = 64 * 128, Q_GROUP = COLUMNS * Q_COLUMN, Q_TILE = CONSUMERS * Q_GROUP;  // bytes
 constexpr int KV_COLUMN = TILE_K * 128, KV_TILE = COLUMNS * KV_COLUMN;
-constexpr int BOX_TOKENS = (BLOCK_SIZE | TILE_K) & -(BLOCK_SIZE | TILE_K);  // the largest power of 2 that divides both
+constexpr int BOX_TOKENS = common_power_of_2(BLOCK_SIZE, TILE_K);
 constexpr int BOXES = TILE_K / BOX_TOKENS * COLUMNS;
 static_assert(BOXES <= WARP, "a lane asks for one");
 

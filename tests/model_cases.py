@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from nanopd.errors import ModelLoadError
 from nanopd.kv.cache import KVCache
 from nanopd.model.batch import ForwardBatch
 from nanopd.model.loader import LoadedModel
@@ -81,6 +85,15 @@ def hf_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     """[n, vocab] float32: the oracle's logits after each token of a whole prompt."""
     with torch.no_grad():
         return model(torch.tensor([tokens]), use_cache=False).logits[0].float()
+
+
+@contextmanager
+def embedded_or_skip() -> Iterator[None]:
+    """For tests on a machine that may lack the embedded model: loading it in here skips them then."""
+    try:
+        yield
+    except ModelLoadError as error:
+        pytest.skip(f"the embedded model is not there: {error}")
 
 
 @dataclass

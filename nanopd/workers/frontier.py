@@ -146,7 +146,7 @@ def _measure_split(
             beside = point(decodes, prompts)
             ratio = beside["p99_ms"] / solo["p99_ms"]
             state["split"][name] = {**beside, "decode_alone": solo, "p99_of_alone": ratio}
-            if gaps := gaps_ms(before) if sizes.settle else []:
+            if gaps := gaps_ms(before):
                 state["split"][name]["starting_of_alone"] = max(gaps) / solo["p99_ms"]
             done(f"{state_name} {name}")
 
@@ -159,7 +159,7 @@ def _beside(
     load, prompts = Load(decode, lock, Decodes(decode, batch, context)), Prompts(prefill, sizes.prompt)
     steps, prefills = _run(sizes, load, Load(prefill, lock, prompts=prompts), share=share, settle=sizes.settle)
     before = [step for step in load.steps if step.end < steps[0].end][sizes.warmup :]
-    return before, steps, prefills
+    return before if sizes.settle else [], steps, prefills
 
 
 def point(decodes: Sequence[Step], prompts: Sequence[Step]) -> dict[str, float]:

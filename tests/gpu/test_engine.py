@@ -15,6 +15,7 @@ import pytest
 import torch
 from engine_cases import check_clean, greedy, make_prompts, run_staggered, tokens_of
 from low_precision import MODELS, VOCAB, Pair, as_oracle, make_pair
+from model_cases import embedded_or_skip
 
 from nanopd import LLM, SamplingParams
 from nanopd.engine.cuda_graphs import capture_sizes
@@ -22,7 +23,7 @@ from nanopd.engine.plan import ScheduledChunk, StepPlan
 from nanopd.engine.request import Request
 from nanopd.engine.runner import ModelRunner
 from nanopd.engine.sampler import SamplingBatch, sample_tokens
-from nanopd.errors import ModelLoadError, NonFiniteLogitsError, StepFailedError
+from nanopd.errors import NonFiniteLogitsError, StepFailedError
 from nanopd.model import LoadedModel, load_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -238,10 +239,8 @@ def test_sampler_on_the_gpu_equals_the_cpu_and_ignores_its_neighbours() -> None:
 
 def test_embedded_model() -> None:
     """SmolLM2 in bfloat16, 20 varied prompts of 1 to 2,000 tokens, chunked, in a mixed batch of 16."""
-    try:
+    with embedded_or_skip():
         low = load_model("smollm2", device="cuda", dtype="bfloat16")
-    except ModelLoadError as error:
-        pytest.skip(f"the embedded model is not there: {error}")
     pair = Pair(low, as_oracle(low), make_prompts(low.tokenizer))
     for options in ({"chunk_size": 256}, {"num_blocks": 170, "enforce_eager": True}):
         llm = make_llm(low, **{"num_blocks": 400, **options})

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_cases import Pager, random_hf_model, random_tokens, save
+from model_cases import Pager, embedded_or_skip, random_hf_model, random_tokens, save
 
-from nanopd.errors import ModelLoadError
 from nanopd.model import LoadedModel, Transformer, load_model
 from nanopd.model.weights import allocate, checkpoint_slots
 from nanopd.ops import get_ops
@@ -68,10 +67,8 @@ def test_low_precision_logits(case, dtype, tmp_path):
 
 def test_embedded_model_agrees_wherever_float32_is_sure(request: pytest.FixtureRequest) -> None:
     """bfloat16 moves logits by some tenths; where the best token leads by more than twice that, it must win."""
-    try:
+    with embedded_or_skip():
         smollm2 = request.getfixturevalue("smollm2")
-    except ModelLoadError as error:
-        pytest.skip(f"the embedded model is not there: {error}")
     text = "The heart pumps blood through the body. In 1969, two people walked on the Moon; " * 20
     tokens = smollm2.tokenizer.encode(text)[:300]
     logits = []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from nanopd.bench.metrics import SLO
@@ -157,6 +158,23 @@ def flip_promise_solution(
     return flip
 
 
+def _down(
+    promises: Iterable[float],
+    together: Sequence[RequestRecord],
+    apart: Sequence[RequestRecord],
+    ttft_s: float,
+    too_few: Callable[[int, int], bool],
+) -> float | None:
+    """The last of the promises before ``too_few(kept together, kept apart)``."""
+    flip = None
+    for tpot_s in promises:
+        promise = SLO(ttft_s, tpot_s)
+        if too_few(sum(map(promise.met_by, together)), sum(map(promise.met_by, apart))):
+            break
+        flip = tpot_s
+    return flip
+
+
 def _first_of_the_grid(
     together: Sequence[RequestRecord], apart: Sequence[RequestRecord], ttft_s: float, grid: Sequence[float]
 ) -> float | None:
@@ -170,13 +188,7 @@ def _first_of_the_grid(
 def _trusts_the_order(
     together: Sequence[RequestRecord], apart: Sequence[RequestRecord], ttft_s: float, grid: Sequence[float]
 ) -> float | None:
-    flip = None
-    for tpot_s in reversed(grid):
-        promise = SLO(ttft_s, tpot_s)
-        if sum(map(promise.met_by, together)) < sum(map(promise.met_by, apart)):
-            break
-        flip = tpot_s
-    return flip
+    return _down(reversed(grid), together, apart, ttft_s, operator.lt)
 
 
 def _forgets_ttft(
@@ -188,13 +200,7 @@ def _forgets_ttft(
 def _must_keep_more(
     together: Sequence[RequestRecord], apart: Sequence[RequestRecord], ttft_s: float, grid: Sequence[float]
 ) -> float | None:
-    flip = None
-    for tpot_s in sorted(grid, reverse=True):
-        promise = SLO(ttft_s, tpot_s)
-        if sum(map(promise.met_by, together)) <= sum(map(promise.met_by, apart)):
-            break
-        flip = tpot_s
-    return flip
+    return _down(sorted(grid, reverse=True), together, apart, ttft_s, operator.le)
 
 
 def _the_last_before(
