@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nanopd.bench import one_card
+from nanopd.bench import one_card, two_cards
+from nanopd.bench.hardware import Hardware
 from nanopd.bench.lengths import Uniform
 from nanopd.bench.raw import read_records
-from nanopd.bench.workload import DOCUMENT_BLOCK, Documents, Part, Workload, chain, poisson
+from nanopd.bench.workload import DOCUMENT_BLOCK, Documents, Part, Schedule, Workload, chain, poisson
 from nanopd.costmodel.hardware_profile import BUSY, WHOLE, preset
 from nanopd.errors import ConfigError
 from nanopd.model.loader import load_model
@@ -24,7 +26,7 @@ def test_questions_begin_with_one_of_the_documents() -> None:
     schedule = poisson(QUESTIONS, 20.0, 5.0, seed=3)
     documents = schedule.documents(1000)
     assert len(documents) == 3 and all(len(document) == 2 * DOCUMENT_BLOCK for document in documents)
-    beginnings = Counter()
+    beginnings: Counter[tuple[int, ...]] = Counter()
     for arrival in schedule.arrivals:
         prompt = schedule.prompt(arrival, 1000)
         assert len(prompt) == arrival.prompt_tokens and 10 <= len(prompt) - 2 * DOCUMENT_BLOCK <= 60
@@ -65,24 +67,67 @@ def test_a_chain_is_its_parts_one_after_the_other() -> None:
         chain("nothing", [])
 
 
+PLAN = one_card.Plan(light=(6.0,), heavy=(6.0,), phases=(0.3,), duration_s=1.0, heavy_s=1.0, phase_s=0.5)
+OPTIONS = {"num_blocks": 600, "collocated_chunk": 64, "max_model_len": 1200, "use_tqdm": False}
+
+
 def test_all_strategies_run_the_same_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(one_card, "LIGHT", CHATS)
     monkeypatch.setattr(one_card, "HEAVY", QUESTIONS)
     profile = preset("h200")
     profile = replace(profile, step_time={**profile.step_time, WHOLE + BUSY: profile.step_time[WHOLE]})
-    options = {"num_blocks": 600, "collocated_chunk": 64, "max_model_len": 1200, "use_tqdm": False}
-    card = one_card.Card(load_model("dummy:tiny", device="cpu"), "cpu", "cpu", "cpu", options)
-    plan = one_card.Plan(light=(6.0,), heavy=(6.0,), phases=(0.3,), duration_s=1.0, heavy_s=1.0, phase_s=0.5)
+    places = dict.fromkeys(("whole", "prefill", "decode"), "cpu")
+    ways = one_card.strategies(load_model("dummy:tiny", device="cpu"), places, profile, 64, OPTIONS)
+    names = [way.name for way in ways]
+    assert names == ["chunked", "partitions", "adaptive"]
     lines: list[str] = []
-    result = one_card.compare(card, profile, plan, chunk_size=64, raw=tmp_path, show=lines.append)
+    result = one_card.compare(
+        ways, PLAN.schedules, drain_s=PLAN.drain_s, about=PLAN.to_json(), raw=tmp_path, show=lines.append
+    )
     assert len(lines) == 9
     for workload, by_rate in result["runs"].items():
         for rate, by_strategy in by_rate.items():
-            assert tuple(by_strategy) == one_card.STRATEGIES
+            assert list(by_strategy) == names
             offered = {summary["counters"]["offered"] for summary in by_strategy.values()}
             assert len(offered) == 1 and offered != {0}
-            records = [read_records(tmp_path / f"{workload}-{rate}-{name}.jsonl") for name in one_card.STRATEGIES]
+            records = [read_records(tmp_path / f"{workload}-{rate}-{name}.jsonl") for name in names]
             sent = [[(r.time_s, r.prompt_tokens, r.output_tokens) for r in run] for run in records]
             assert sent[0] == sent[1] == sent[2]
             if workload == "heavy":  # the documents were there before the run
                 assert min(summary["cached_share"] for summary in by_strategy.values()) > 0.8
+
+
+def test_two_cards_each_know_all_documents_and_promises_are_counted(tmp_path: Path) -> None:
+    """Two pools on the CPU stand for two cards: which of the two a question goes to, it finds its document there."""
+    model = load_model("dummy:tiny", device="cpu")
+    links: dict[str, Any] = {}
+    options = {**OPTIONS, "shared_pool": False}
+    made = two_cards.strategies(model, "cpu", "cpu", options, links)
+    load = Workload("questions", (Part(1.0, Uniform(10, 60), Uniform(4, 8), Documents(8, 1000)),))
+    ways = [replace(way, hardware=Hardware(("card 0", "card 1"))) for way in made]
+
+    def questions() -> list[tuple[str, float, Schedule]]:
+        return [("heavy", 12.0, poisson(load, 12.0, 1.0, seed=3))]
+
+    result = one_card.compare(
+        ways,
+        questions,
+        drain_s=4.0,
+        about={"links": links},
+        tpots_s=(1e-9, 100.0),
+        raw=tmp_path,
+        show=lambda line: None,
+    )
+    (runs,) = result["runs"]["heavy"].values()
+    assert list(runs) == ["chunked", "apart"] and set(result["links"]) == {"prefill0 to decode0"}
+    for name, run in runs.items():
+        records = read_records(tmp_path / f"heavy-12-{name}.jsonl")
+        assert run["cached_share"] > 0.8
+        assert run["kept"] == {"1e-06": 0, "100000": sum(r.ttft_s <= 1.0 for r in records if r.ttft_s is not None)}
+        assert run["attained_rate_per_gpu"] == pytest.approx(run["attained"] / run["window_s"] / 2, rel=1e-3)
+
+
+def test_loads_of_two_cards_all_have_rates() -> None:
+    plan = two_cards.Plan(heavy=(1.0,), long=(2.0, 3.0), light=(4.0,))
+    runs = [(name, rate, schedule.duration_s) for name, rate, schedule in plan.schedules()]
+    assert runs == [("heavy", 1.0, 5.0), ("long", 2.0, 8.0), ("long", 3.0, 8.0), ("light", 4.0, 5.0)]

@@ -18,16 +18,19 @@ heavy KV they do not. Where 35 ms would do, chunks are the better way nearly eve
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nanopd.bench.compare import Strategy
 from nanopd.bench.lengths import Uniform
 from nanopd.bench.load import LoadOptions, run_load
 from nanopd.bench.metrics import SLO, Summary, summarize
 from nanopd.bench.raw import write_records
+from nanopd.bench.records import RequestRecord
+from nanopd.bench.serve import serving_strategy
 from nanopd.bench.workload import Documents, Part, Schedule, Workload, chain, poisson
 from nanopd.costmodel.hardware_profile import HardwareProfile, load_profile
 from nanopd.engine.sampling_params import SamplingParams
@@ -37,7 +40,6 @@ from nanopd.router.policies import make_policy
 
 LIGHT = Workload("light", (Part(1.0, Uniform(512, 1536), Uniform(32, 96)),))
 HEAVY = Workload("heavy", (Part(1.0, Uniform(512, 1536), Uniform(96, 160), Documents(32, 8192)),))
-STRATEGIES = ("chunked", "partitions", "adaptive")
 OBJECTIVES = SLO(ttft_s=1.0, tpot_s=0.020)
 SEED = 1
 
@@ -64,99 +66,99 @@ class Plan:
         for rate in self.light:
             yield "light", rate, poisson(LIGHT, rate, self.duration_s, SEED)
 
+    def to_json(self) -> dict[str, Any]:
+        """What the rates of `schedules` do not say."""
+        return {
+            "duration_s": {"light": self.duration_s, "heavy": self.heavy_s},
+            "phase_s": self.phase_s,
+            "phase_rates": list(self.phase_rates),
+        }
+
     def phase_schedule(self, factor: float) -> Schedule:
         pair = [(LIGHT, self.phase_rates[0]), (HEAVY, self.phase_rates[1])]
         parts = [poisson(load, rate * factor, self.phase_s, SEED) for load, rate in pair]
         return chain("phases", parts * 2)
 
 
-@dataclass(frozen=True)
-class Card:
-    """Places on one card, and the model: options of ``Cluster.build``."""
+def strategies(
+    model: Any, places: Mapping[str, str], profile: HardwareProfile, chunk: int, options: Mapping[str, Any]
+) -> list[Strategy]:
+    """The three, on one card: the places of all of it ("whole") and of its parts ("prefill", "decode").
 
-    model: Any
-    whole: str
-    prefill: str
-    decode: str
-    options: Mapping[str, Any]
-
-    @contextmanager
-    def serve(self, strategy: str, policy: Policy) -> Iterator[Any]:
-        """A server of one of the three strategies."""
-        from nanopd.router.server import Server
-        from nanopd.workers.cluster import Cluster
-
-        apart: dict[str, Any] = {"prefill": [self.prefill], "decode": [self.decode], "shared_pool": True}
-        places = {
-            "chunked": {"collocated": [self.whole]},
-            "partitions": apart,
-            "adaptive": {**apart, "elastic": True},
-        }[strategy]
-        with Cluster.build(self.model, **places, **self.options) as cluster, Server.of(cluster, policy) as server:
-            yield server
-
-
-def policies(profile: HardwareProfile, chunk_size: int) -> dict[str, Callable[[], Policy]]:
-    """By strategy."""
+    ``options``: of ``Cluster.build``, for all of them.
+    """
     assert OBJECTIVES.tpot_s is not None
     tpot_ms = OBJECTIVES.tpot_s * 1e3
-    return {
-        "chunked": lambda: make_policy("collocated"),
-        "partitions": lambda: make_policy("disaggregated"),
-        "adaptive": lambda: Adaptive(profile.step_time, tpot_ms, chunk_size=chunk_size),
-    }
+    parts: dict[str, Any] = {"prefill": [places["prefill"]], "decode": [places["decode"]], "shared_pool": True}
+
+    def adaptive() -> Policy:
+        return Adaptive(profile.step_time, tpot_ms, chunk_size=chunk)
+
+    return [
+        serving_strategy("chunked", model, partial(make_policy, "collocated"), collocated=[places["whole"]], **options),
+        serving_strategy("partitions", model, partial(make_policy, "disaggregated"), **parts, **options),
+        serving_strategy("adaptive", model, adaptive, elastic=True, **parts, **options),
+    ]
 
 
 def compare(
-    card: Card,
-    profile: HardwareProfile,
-    plan: Plan,
+    strategies: Sequence[Strategy],
+    schedules: Callable[[], Iterable[tuple[str, float, Schedule]]],
     *,
-    chunk_size: int,
-    strategies: Sequence[str] = STRATEGIES,
+    drain_s: float,
+    about: Mapping[str, Any],
+    tpots_s: Sequence[float] = (),
     raw: Path | None = None,
     show: Callable[[str], None] = print,
     save: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
     """Run everything, strategy after strategy. ``save`` is called after each run with what there is so far.
 
-    Returns: ``{"slo", "plan", "runs": {workload: {rate: {strategy: Summary as JSON}}}}``.
+    ``schedules``: (workload, rate, arrivals) of the runs. ``tpots_s``: other promises for TPOT, with the same TTFT.
+
+    Returns: ``{"slo", **about, "drain_s", "runs": {workload: {rate: {strategy: Summary as JSON}}}}``; with ``tpots_s``
+    each run also has ``"kept": {milliseconds of TPOT: requests that got both promises}``.
     """
-    result: dict[str, Any] = {
-        "slo": {"ttft_s": OBJECTIVES.ttft_s, "tpot_s": OBJECTIVES.tpot_s},
-        "chunk_size": chunk_size,
-        "places": {"whole": card.whole, "prefill": card.prefill, "decode": card.decode},
-        "duration_s": {"light": plan.duration_s, "heavy": plan.heavy_s},
-        "phase_s": plan.phase_s,
-        "drain_s": plan.drain_s,
-        "phase_rates": list(plan.phase_rates),
-        "runs": {},
-    }
-    policy = policies(profile, chunk_size)
+    slo = {"ttft_s": OBJECTIVES.ttft_s, "tpot_s": OBJECTIVES.tpot_s}
+    result: dict[str, Any] = {"slo": slo, **about, "drain_s": drain_s, "runs": {}}
     for strategy in strategies:
-        with card.serve(strategy, policy[strategy]()) as server:
-            for workload, rate, schedule in plan.schedules():
-                _warm_up(server, schedule)
-                summary = _run(server, schedule, plan, raw and raw / f"{workload}-{rate:g}-{strategy}.jsonl")
-                result["runs"].setdefault(workload, {}).setdefault(f"{rate:g}", {})[strategy] = summary.to_json()
-                show(_line(strategy, workload, rate, summary))
+        with strategy.open() as server:
+            for workload, rate, schedule in schedules():
+                records = _run(server, schedule, strategy.hardware.num_gpus, drain_s)
+                if raw is not None:
+                    about_run = {"workload": schedule.name, "fingerprint": schedule.fingerprint()}
+                    write_records(raw / f"{workload}-{rate:g}-{strategy.name}.jsonl", about_run, records)
+                summary = _summary(records, schedule, strategy.hardware.num_gpus)
+                run = summary.to_json()
+                if tpots_s:
+                    run["kept"] = {
+                        f"{tpot_s * 1e3:g}": _summary(records, schedule, 1, tpot_s).attained for tpot_s in tpots_s
+                    }
+                result["runs"].setdefault(workload, {}).setdefault(f"{rate:g}", {})[strategy.name] = run
+                show(_line(strategy.name, workload, rate, summary))
                 save(result)
     return result
 
 
-def _warm_up(server: Any, schedule: Schedule) -> None:
-    """The documents' KV, which the runs before may have driven out of the prefix cache, and kernels of each kind."""
+def _summary(
+    records: Sequence[RequestRecord], schedule: Schedule, num_gpus: int, tpot_s: float | None = None
+) -> Summary:
+    slo = OBJECTIVES if tpot_s is None else SLO(OBJECTIVES.ttft_s, tpot_s)
+    return summarize(records, slo, offered=len(schedule), duration_s=schedule.duration_s, num_gpus=num_gpus)
+
+
+def _run(server: Any, schedule: Schedule, num_devices: int, drain_s: float) -> list[RequestRecord]:
+    """Before it the documents' KV, which runs before may have driven out of the prefix cache, and kernels of each kind.
+
+    Each document once for every device: the scheduler gives them in turn to workers that have equally much to do.
+    """
     once = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-    server.generate([[1, 2, 3], *schedule.documents(server.vocab_size)], once, use_tqdm=False)
-
-
-def _run(server: Any, schedule: Schedule, plan: Plan, raw: Path | None) -> Summary:
-    options = LoadOptions(drain_s=plan.drain_s)
+    documents = [document for document in schedule.documents(server.vocab_size) for _ in range(num_devices)]
+    server.generate([*[[1, 2, 3]] * num_devices, *documents], once, use_tqdm=False)
+    options = LoadOptions(drain_s=drain_s)
     records = run_load(server, schedule, vocab_size=server.vocab_size, options=options, use_tqdm=False)
     server.drain(30.0)
-    if raw is not None:
-        write_records(raw, {"workload": schedule.name, "fingerprint": schedule.fingerprint()}, records)
-    return summarize(records, OBJECTIVES, offered=len(schedule), duration_s=schedule.duration_s)
+    return records
 
 
 def _line(strategy: str, workload: str, rate: float, summary: Summary) -> str:
@@ -187,28 +189,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--blocks", type=int, default=40_000)
     parser.add_argument("--out", type=Path, help="folder of records; docs/results by default")
     options = parser.parse_args(arguments)
-    sizes = (1, 2, 4, 8, *range(16, 129, 8), 160, 192, 256)
-    card = Card(
-        load_model(options.model, device=options.device),
-        whole=options.device,
-        prefill=f"{options.device}/sm={options.prefill_sms}",
-        decode=f"{options.device}/sm={options.decode_sms}",
-        options={
-            "num_blocks": options.blocks,
-            "collocated_chunk": options.chunk,
-            "max_model_len": 16_384,
-            "graph_sizes": sizes,
-            "use_tqdm": False,
-        },
-    )
-
+    places = {
+        "whole": options.device,
+        "prefill": f"{options.device}/sm={options.prefill_sms}",
+        "decode": f"{options.device}/sm={options.decode_sms}",
+    }
+    profile = load_profile(options.profile)
+    model = load_model(options.model, device=options.device)
+    compared = strategies(model, places, profile, options.chunk, serving_options(options.blocks, options.chunk))
     command = f"python -m nanopd.bench.one_card --profile {options.profile}"
 
     def save(result: dict[str, Any]) -> None:
         write_result("one_card", result, device=options.device, command=command, folder=options.out)
 
     raw = None if options.out is None else options.out / "one_card"
-    compare(card, load_profile(options.profile), Plan(), chunk_size=options.chunk, raw=raw, save=save)
+    plan = Plan()
+    about = {"chunk_size": options.chunk, "places": places, **plan.to_json()}
+    compare(compared, plan.schedules, drain_s=plan.drain_s, about=about, raw=raw, save=save)
+
+
+def serving_options(blocks: int, chunk: int) -> dict[str, Any]:
+    """Options of ``Cluster.build`` for all strategies: pools of ``blocks``, steps of up to 256 decodes as graphs."""
+    return {
+        "num_blocks": blocks,
+        "collocated_chunk": chunk,
+        "max_model_len": 16_384,
+        "graph_sizes": (1, 2, 4, 8, *range(16, 129, 8), 160, 192, 256),
+        "use_tqdm": False,
+    }
 
 
 if __name__ == "__main__":

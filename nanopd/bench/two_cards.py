@@ -1,0 +1,111 @@
+"""Two cards, two ways to use them: both phases on each card, or one card that prefills and one that decodes.
+
+    python -m nanopd.bench.two_cards          # writes docs/results/<gpu>/two_cards.json
+
+The same arrivals and prompts for both, on the same cards. Three loads, of which each asks for something else:
+
+* ``long``: prompts of about 6,000 tokens that nobody shares, short answers. One prompt occupies a card for as long as
+  some twenty decode steps take.
+* ``heavy``: the one of `nanopd.bench.one_card`, questions about shared documents. Little to prefill, much KV to read.
+* ``light``: its other one, short prompts and little KV.
+
+How many requests kept their promises is counted for several promises of TPOT: in chunks it is the mean of steps with
+and without a chunk, apart a step is a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nanopd.bench.compare import Strategy
+from nanopd.bench.hardware import check_equal
+from nanopd.bench.lengths import Uniform
+from nanopd.bench.one_card import HEAVY, LIGHT, SEED, compare, serving_options
+from nanopd.bench.serve import serving_strategy
+from nanopd.bench.workload import Part, Schedule, Workload, poisson
+from nanopd.router.policies import make_policy
+
+LONG = Workload("long", (Part(1.0, Uniform(4096, 8192), Uniform(96, 160)),))
+WORKLOADS = {load.name: load for load in (HEAVY, LONG, LIGHT)}  # with documents first: these are computed only once
+TPOTS_S = (0.008, 0.010, 0.012, 0.015, 0.020)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rates, in requests per second for both cards together, and how long they arrive."""
+
+    heavy: tuple[float, ...] = (8.0, 12.0, 17.0, 22.0)
+    long: tuple[float, ...] = (2.0, 3.0, 4.0, 5.0, 6.0)
+    light: tuple[float, ...] = (20.0, 28.0, 36.0, 44.0)
+    duration_s: float = 5.0
+    long_s: float = 8.0
+    drain_s: float = 4.0
+
+    def schedules(self) -> Iterator[tuple[str, float, Schedule]]:
+        """(workload, rate, arrivals)."""
+        rates = {"heavy": self.heavy, "long": self.long, "light": self.light}
+        for name, workload in WORKLOADS.items():
+            for rate in rates[name]:
+                yield name, rate, poisson(workload, rate, self.seconds(name), SEED)
+
+    def seconds(self, workload: str) -> float:
+        return self.long_s if workload == "long" else self.duration_s
+
+
+def strategies(
+    model: Any, first: str, second: str, options: Mapping[str, Any], links: dict[str, Any]
+) -> list[Strategy]:
+    """Both. What the link between the cards was found to be is put in ``links`` when it stands."""
+
+    def note(cluster: Any, server: Any) -> None:
+        for (source, destination), link in cluster.links.items():
+            if link.report is not None:
+                links[f"{source} to {destination}"] = {"path": link.report.path, "gb_s": link.report.gb_s}
+
+    chunked, apart = (partial(make_policy, name) for name in ("collocated", "disaggregated"))
+    return [
+        serving_strategy("chunked", model, chunked, collocated=[first, second], **options),
+        serving_strategy("apart", model, apart, prefill=[first], decode=[second], on_open=note, **options),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    from nanopd.model.loader import load_model
+    from nanopd.ops.measure import write_result
+
+    parser = argparse.ArgumentParser(prog="python -m nanopd.bench.two_cards", description=__doc__)
+    parser.add_argument("--model", default="dummy:qwen3-8b")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--peer", default="cuda:1")
+    parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--blocks", type=int, default=40_000)
+    parser.add_argument("--out", type=Path, help="folder of records; docs/results by default")
+    options = parser.parse_args(arguments)
+    links: dict[str, Any] = {}
+    model = load_model(options.model, device=options.device)
+    serving = serving_options(options.blocks, options.chunk)
+    compared = strategies(model, options.device, options.peer, serving, links)
+    check_equal({strategy.name: strategy.hardware for strategy in compared})
+    plan = Plan()
+
+    def save(result: dict[str, Any]) -> None:
+        command = "python -m nanopd.bench.two_cards"
+        write_result("two_cards", result, device=options.device, command=command, folder=options.out)
+
+    about = {
+        "chunk_size": options.chunk,
+        "places": {"prefill": options.device, "decode": options.peer},
+        "links": links,
+        "duration_s": {name: plan.seconds(name) for name in WORKLOADS},
+    }
+    raw = None if options.out is None else options.out / "two_cards"
+    compare(compared, plan.schedules, drain_s=plan.drain_s, about=about, tpots_s=TPOTS_S, raw=raw, save=save)
+
+
+if __name__ == "__main__":
+    main()
