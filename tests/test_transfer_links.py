@@ -154,6 +154,12 @@ def test_small_layers_leave_together(least: int, jobs: list[tuple[int, int]]) ->
     assert torch.equal(bits(destination), expected(before, sent, h))
 
 
+def test_on_the_cpu_layers_leave_at_2_mb_whatever_the_pieces() -> None:
+    source, destination = pool(4, 1), pool(4, 2)
+    with link_of(SameDeviceLink, source, destination, least_bytes=None) as link:
+        assert link.least_bytes == 2 << 20
+
+
 def test_copies_run_in_the_links_thread() -> None:
     source, destination = pool(4, 1), pool(4, 2)
     seen = []

@@ -39,9 +39,9 @@ TPOTS_S = (0.008, 0.010, 0.012, 0.015, 0.020)
 class Plan:
     """Rates, in requests per second for both cards together, and how long they arrive."""
 
-    heavy: tuple[float, ...] = (8.0, 12.0, 17.0, 22.0)
+    heavy: tuple[float, ...] = (8.0, 12.0, 17.0)
     long: tuple[float, ...] = (2.0, 3.0, 4.0, 5.0, 6.0)
-    light: tuple[float, ...] = (20.0, 28.0, 36.0, 44.0)
+    light: tuple[float, ...] = (28.0, 36.0, 44.0)
     duration_s: float = 5.0
     long_s: float = 8.0
     drain_s: float = 4.0

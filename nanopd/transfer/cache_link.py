@@ -23,7 +23,7 @@ from nanopd.transfer.queued import Moved, QueuedLink, QueuedTransfer
 from nanopd.transfer.streams import Stream, enter, mark, new_stream, refuse_foreign
 
 PIECE_BYTES = 16 << 20  # at 50 GB/s it moves for longer than the host takes to enqueue a piece on four stages
-LEAST_BYTES = 2 << 20  # what travels while the host enqueues one piece; layers of short prompts leave together
+LEAST_BYTES = 2 << 20  # on the CPU, where to enqueue a piece is to move it; layers of short prompts leave together
 DEPTH = 4  # buffers of that size between two stages
 WINDOW = 32  # pieces enqueued ahead: enough to keep a GPU busy, few enough to cancel and to leave its queues room
 
@@ -62,7 +62,8 @@ class CacheLink(QueuedLink):
         transfer_stream, receive_stream: where the kernels of this link run on the source's and the destination's
             device, such as streams of an SM partition; None: streams of its own.
         piece_bytes: size of a staging buffer. Every pair of neighbouring stages has ``depth`` of them.
-        least_bytes: layers that are sent one by one leave once they are so many bytes.
+        least_bytes: layers that are sent one by one leave once they are so many bytes. None: on a GPU once they fill a
+            piece, since a smaller one costs the host as much, some 0.3 ms of Python for which all workers wait.
 
     Raises LayoutMismatchError if the pools differ in layout, ConfigError for a size or stream that does not fit.
     """
@@ -81,11 +82,13 @@ class CacheLink(QueuedLink):
         receive_stream: Stream = None,
         piece_bytes: int = PIECE_BYTES,
         depth: int = DEPTH,
-        least_bytes: int = LEAST_BYTES,
+        least_bytes: int | None = None,
     ) -> None:
         refuse_differences(source.fingerprint(), destination.fingerprint(), self.path)
         if source.device.type != destination.device.type:
             raise ConfigError(f"a {self.path} cannot go from {source.device} to {destination.device}")
+        if least_bytes is None:
+            least_bytes = min(piece_bytes, PIECE_BYTES) if source.device.type == "cuda" else LEAST_BYTES
         for name, value, least in (
             ("piece_bytes", piece_bytes, 1),
             ("depth", depth, 1),

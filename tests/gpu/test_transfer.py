@@ -84,6 +84,19 @@ def test_every_bit_arrives(kind: type[CacheLink], to: str, size: int, piece_byte
     assert torch.equal(bits(source), sent)
 
 
+def test_on_a_gpu_layers_wait_until_they_fill_a_piece() -> None:
+    """Unless one says otherwise: each piece costs the host time that all workers' threads wait for."""
+    source, destination = pool(8, 1, "cuda:0"), pool(8, 2, "cuda:0")
+    h = random_handoff(source, destination, 4, seed=1)
+    with link_of(SameDeviceLink, source, destination, piece_bytes=2 * 4 * BLOCK_BYTES, least_bytes=None) as link:
+        transfer = link.open(h)
+        for layer in range(LAYERS):
+            transfer.send_layer(layer)
+        assert transfer.wait(60)
+        ends = [moved.piece.layers.stop for moved in transfer.moved]
+    assert ends == [*range(2, LAYERS, 2), LAYERS]
+
+
 @pytest.mark.parametrize(("kind", "to"), WAYS)
 def test_a_layer_is_read_only_after_its_producer(kind: type[CacheLink], to: str) -> None:
     """A slow producer on a stream of its own, each layer sent right after it was enqueued. The host is far ahead."""
