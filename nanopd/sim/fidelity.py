@@ -1,6 +1,6 @@
 """How far the simulator is from what was measured: the same arrivals, the same places, under the virtual clock.
 
-    python -m nanopd.sim.fidelity         # against docs/results/nvidia-h200/one_card.json
+    python -m nanopd.sim.fidelity         # against docs/results/nvidia-h200/one_card.json, and two_cards.json
 
 One number is not the profile's: ``host_s``, what planning, launching and bookkeeping take per step in a server that
 also has clients. It was set once, from the three lightest collocated runs of an earlier record (commit efc45a1), and is
@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from nanopd.bench.load import LoadOptions
-from nanopd.bench.metrics import Percentiles, Summary, summarize
+from nanopd.bench.metrics import SLO, Percentiles, Summary, summarize
 from nanopd.bench.one_card import HEAVY, LIGHT, OBJECTIVES, SEED
 from nanopd.bench.raw import read_records
 from nanopd.bench.records import RequestRecord
+from nanopd.bench.two_cards import WORKLOADS
 from nanopd.bench.workload import Schedule, Workload, poisson
 from nanopd.costmodel.hardware_profile import HardwareProfile, load_profile
 from nanopd.errors import ConfigError
+from nanopd.router.decision import Policy
 from nanopd.router.policies import make_policy
 from nanopd.sim.cluster import SimulatedCluster
 from nanopd.sim.load import run_virtual
@@ -33,6 +35,7 @@ HOST_S = 0.00085  # seconds per step, see above
 WARM_UP_S = 60.0  # of virtual time, in which documents are computed
 METRICS = ("ttft", "tpot", "e2e")
 SHARES = ("p50", "p90")
+CARD_WAYS = ("chunked", "apart")  # of two cards
 
 
 def simulate(
@@ -44,40 +47,49 @@ def simulate(
     workload: Workload = LIGHT,
 ) -> tuple[Schedule, list[RequestRecord]]:
     """One of the record's runs, repeated in virtual time: what arrived, and what became of it."""
-    places, duration_s = record["places"], record["duration_s"][workload.name]
-    common: dict[str, Any] = {"num_blocks": 40_000, "max_model_len": 16_384, "host_s": host_s}
-    if strategy == "chunked":
-        cluster = SimulatedCluster(
-            profile, collocated=[places["whole"]], collocated_chunk=record["chunk_size"], **common
-        )
-        policy = make_policy("collocated")
-    elif strategy == "partitions":
-        cluster = SimulatedCluster(
-            profile, prefill=[places["prefill"]], decode=[places["decode"]], shared_pool=True, **common
-        )
-        policy = make_policy("disaggregated")
-    else:
-        raise ConfigError(f"no strategy {strategy!r} to compare; there are chunked and partitions")
-    schedule = poisson(workload, rate, duration_s, SEED)
-    whole, before = after_documents(schedule)
+    schedule = poisson(workload, rate, record["duration_s"][workload.name], SEED)
+    cluster, policy = _cluster(strategy, record, profile, host_s)
+    whole, before = after_documents(schedule, len(record.get("links", ())) + 1)
     records = run_virtual(cluster.driver(policy), whole, options=LoadOptions(drain_s=record["drain_s"]))
     own = sorted(records, key=lambda r: r.index)[before:]
     return schedule, [replace(r, index=r.index - before, time_s=r.time_s - WARM_UP_S) for r in own] if before else own
 
 
-def after_documents(schedule: Schedule) -> tuple[Schedule, int]:
-    """The same arrivals ``WARM_UP_S`` later, behind one request for each document that occurs, since the measured runs
-    found these in the cache. Returns them, and how many such requests there are."""
+def _cluster(
+    strategy: str, record: Mapping[str, Any], profile: HardwareProfile, host_s: float
+) -> tuple[SimulatedCluster, Policy]:
+    """What served, and how requests were routed. Without a place "whole", all of it is both cards."""
+    places = record["places"]
+    common: dict[str, Any] = {"num_blocks": 40_000, "max_model_len": 16_384, "host_s": host_s}
+    if strategy == "chunked":
+        whole = [places["whole"]] if "whole" in places else [places["prefill"], places["decode"]]
+        cluster = SimulatedCluster(profile, collocated=whole, collocated_chunk=record["chunk_size"], **common)
+        return cluster, make_policy("collocated")
+    if strategy not in ("partitions", "apart"):
+        raise ConfigError(f"no strategy {strategy!r} to compare; there are chunked, partitions and apart")
+    if strategy == "apart":
+        common["link_gb_s"] = min(link["gb_s"] for link in record["links"].values())
+    else:
+        common["shared_pool"] = True
+    cluster = SimulatedCluster(profile, prefill=[places["prefill"]], decode=[places["decode"]], **common)
+    return cluster, make_policy("disaggregated")
+
+
+def after_documents(schedule: Schedule, copies: int = 1) -> tuple[Schedule, int]:
+    """The same arrivals ``WARM_UP_S`` later, behind ``copies`` requests for each document that occurs, since the
+    measured runs found these in the cache of each card. Returns them, and how many such requests there are."""
     first = {arrival.prefix: arrival for arrival in schedule.arrivals if arrival.prefix and arrival.prefix[0] < 0}
     if not first:
         return schedule, 0
+    times = [i * WARM_UP_S / 2 / len(first) for i in range(len(first)) for _ in range(copies)]
+    asked = [a for a in first.values() for _ in range(copies)]
     documents = [
-        replace(a, index=i, time_s=i * WARM_UP_S / 2 / len(first), prompt_tokens=len(a.prefix) * a.prefix_block)
-        for i, a in enumerate(first.values())
+        replace(a, index=i, time_s=time_s, prompt_tokens=len(a.prefix) * a.prefix_block, output_tokens=2)
+        for i, (a, time_s) in enumerate(zip(asked, times, strict=True))
     ]
-    others = [replace(a, index=a.index + len(first), time_s=a.time_s + WARM_UP_S) for a in schedule.arrivals]
-    arrivals = (*(replace(a, output_tokens=2) for a in documents), *others)
-    return replace(schedule, arrivals=arrivals, duration_s=schedule.duration_s + WARM_UP_S), len(first)
+    others = [replace(a, index=a.index + len(documents), time_s=a.time_s + WARM_UP_S) for a in schedule.arrivals]
+    whole = replace(schedule, arrivals=(*documents, *others), duration_s=schedule.duration_s + WARM_UP_S)
+    return whole, len(documents)
 
 
 def compare_with_record(
@@ -91,6 +103,52 @@ def compare_with_record(
             simulated = summarize(records, OBJECTIVES, offered=len(schedule), duration_s=schedule.duration_s)
             runs.setdefault(strategy, {})[rate] = differences(by_strategy[strategy], simulated)
     return runs
+
+
+def compare_two_cards(
+    record: Mapping[str, Any], profile: HardwareProfile, host_s: float = HOST_S
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """The same of a record of `nanopd.bench.two_cards`: workload -> rate -> strategy -> differences.
+
+    Each also has "kept": milliseconds of TPOT promised -> [requests that got both promises, measured and simulated].
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, by_rate in record["runs"].items():
+        for rate, by_strategy in by_rate.items():
+            for strategy, measured in by_strategy.items():
+                run = simulate(strategy, float(rate), record, profile, host_s, WORKLOADS[name])
+                found.setdefault(name, {}).setdefault(rate, {})[strategy] = _with_kept(measured, *run)
+    return found
+
+
+def _with_kept(measured: Mapping[str, Any], schedule: Schedule, records: Sequence[RequestRecord]) -> dict[str, Any]:
+    def under(slo: SLO) -> Summary:
+        return summarize(records, slo, offered=len(schedule), duration_s=schedule.duration_s)
+
+    kept = {
+        ms: [count, under(SLO(OBJECTIVES.ttft_s, float(ms) / 1e3)).attained] for ms, count in measured["kept"].items()
+    }
+    return {**differences(measured, under(OBJECTIVES)), "kept": kept}
+
+
+def verdicts(found: Mapping[str, Mapping[str, Mapping[str, Any]]], record: Mapping[str, Any]) -> dict[str, int]:
+    """Which of two cards' ways keeps more promises, over all loads, rates and promises of `compare_two_cards`.
+
+    "clear": one way led, measured, by more than a tenth of the requests; there the simulated lead was "same", "none" or
+    "other" (of the other way).
+    """
+    count = {"all": 0, "clear": 0, "same": 0, "none": 0, "other": 0}
+    for load, by_rate in found.items():
+        for rate, ways in by_rate.items():
+            offered = record["runs"][load][rate]["chunked"]["counters"]["offered"]
+            for ms in ways["apart"]["kept"]:
+                leads = [a - c for a, c in zip(ways["apart"]["kept"][ms], ways["chunked"]["kept"][ms], strict=True)]
+                count["all"] += 1
+                if abs(leads[0]) > offered / 10:
+                    agree = leads[0] * leads[1]
+                    count["clear"] += 1
+                    count["same" if agree > 0 else "other" if agree < 0 else "none"] += 1
+    return count
 
 
 def request_errors(measured: Sequence[RequestRecord], simulated: Sequence[RequestRecord]) -> dict[str, float]:
@@ -152,6 +210,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 errors = request_errors(real, simulate(strategy, float(rate), measured["values"], profile, host_s)[1])
                 values.setdefault("per_request", {}).setdefault(strategy, {})[rate] = errors
                 print(f"{strategy} {rate}: per request", {name: round(value, 3) for name, value in errors.items()})
+    if (pair := recorded("two_cards", options.gpu)) is not None:
+        values["two_cards"] = compare_two_cards(pair["values"], profile, host_s)
+        values["two_cards_verdicts"] = verdicts(values["two_cards"], pair["values"])
+        print("two cards, who keeps more:", values["two_cards_verdicts"])
+        for load, by_rate in values["two_cards"].items():
+            print(
+                f"two cards, {load}\n{table({way: {r: row[way] for r, row in by_rate.items()} for way in CARD_WAYS})}"
+            )
     row = {**measured, "command": "python -m nanopd.sim.fidelity", "values": values}
     path: Path = results_dir() / options.gpu / "simulated.json"
     path.write_text(json.dumps(row, indent=1) + "\n")
