@@ -87,6 +87,21 @@ def test_which_way_keeps_more_on_two_cards_was_predicted_where_it_is_clear(pair)
     assert count["clear"] >= 20 and count["other"] <= 1 and count["none"] <= 1
 
 
+def test_the_size_of_chunks_that_was_served_is_among_the_best(pair) -> None:
+    """No other size keeps much more in simulation, but where docs/en/workers.md says so: apart had a fair rival."""
+    stored, measured = recorded("simulated"), recorded("two_cards")
+    assert stored is not None and measured is not None
+    served, better = str(measured["values"]["chunk_size"]), []
+    for load, by_rate in stored["values"]["two_cards_chunks"].items():
+        for rate, by_chunk in by_rate.items():
+            assert by_chunk[served] == {ms: kept[1] for ms, kept in pair[load][rate]["chunked"]["kept"].items()}
+            offered = measured["values"]["runs"][load][rate]["chunked"]["counters"]["offered"]
+            for ms, kept in by_chunk[served].items():
+                if max(counts[ms] for counts in by_chunk.values()) - kept > 0.07 * offered:
+                    better.append((load, rate, ms))
+    assert better == [("light", "44", "12")]
+
+
 def test_verdicts_by_hand() -> None:
     def ways(chunked: tuple[int, int], apart: tuple[int, int]) -> dict[str, Any]:
         return {"chunked": {"kept": {"10": chunked}}, "apart": {"kept": {"10": apart}}}

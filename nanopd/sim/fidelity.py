@@ -36,6 +36,7 @@ WARM_UP_S = 60.0  # of virtual time, in which documents are computed
 METRICS = ("ttft", "tpot", "e2e")
 SHARES = ("p50", "p90")
 CARD_WAYS = ("chunked", "apart")  # of two cards
+CHUNKS = (128, 256, 512, 1024)  # tokens, tried in simulation
 
 
 def simulate(
@@ -118,6 +119,23 @@ def compare_two_cards(
             for strategy, measured in by_strategy.items():
                 run = simulate(strategy, float(rate), record, profile, host_s, WORKLOADS[name])
                 found.setdefault(name, {}).setdefault(rate, {})[strategy] = _with_kept(measured, *run)
+    return found
+
+
+def other_chunks(
+    record: Mapping[str, Any], profile: HardwareProfile, host_s: float = HOST_S
+) -> dict[str, dict[str, dict[str, dict[str, int]]]]:
+    """Two cards with chunks of other sizes, simulated: workload -> rate -> tokens -> TPOT in ms -> requests kept."""
+    found: dict[str, dict[str, dict[str, dict[str, int]]]] = {}
+    for name, by_rate in record["runs"].items():
+        for rate, by_strategy in by_rate.items():
+            for chunk in CHUNKS:
+                run = simulate(
+                    "chunked", float(rate), {**record, "chunk_size": chunk}, profile, host_s, WORKLOADS[name]
+                )
+                kept = _with_kept(by_strategy["chunked"], *run)["kept"]
+                counts = {ms: simulated for ms, (_, simulated) in kept.items()}
+                found.setdefault(name, {}).setdefault(rate, {})[str(chunk)] = counts
     return found
 
 
@@ -213,6 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if (pair := recorded("two_cards", options.gpu)) is not None:
         values["two_cards"] = compare_two_cards(pair["values"], profile, host_s)
         values["two_cards_verdicts"] = verdicts(values["two_cards"], pair["values"])
+        values["two_cards_chunks"] = other_chunks(pair["values"], profile, host_s)
         print("two cards, who keeps more:", values["two_cards_verdicts"])
         for load, by_rate in values["two_cards"].items():
             print(
