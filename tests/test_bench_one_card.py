@@ -131,3 +131,8 @@ def test_loads_of_two_cards_all_have_rates() -> None:
     plan = two_cards.Plan(heavy=(1.0,), long=(2.0, 3.0), light=(4.0,))
     runs = [(name, rate, schedule.duration_s) for name, rate, schedule in plan.schedules()]
     assert runs == [("heavy", 1.0, 5.0), ("long", 2.0, 8.0), ("long", 3.0, 8.0), ("light", 4.0, 5.0)]
+
+
+def test_one_card_is_no_pair() -> None:
+    with pytest.raises(ConfigError, match="--device and --peer are both cuda:0"):
+        two_cards.main(["--peer", "cuda:0"])

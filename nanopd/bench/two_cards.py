@@ -28,6 +28,7 @@ from nanopd.bench.lengths import Uniform
 from nanopd.bench.one_card import HEAVY, LIGHT, SEED, compare, serving_options
 from nanopd.bench.serve import serving_strategy
 from nanopd.bench.workload import Part, Schedule, Workload, poisson
+from nanopd.errors import ConfigError
 from nanopd.router.policies import make_policy
 
 LONG = Workload("long", (Part(1.0, Uniform(4096, 8192), Uniform(96, 160)),))
@@ -86,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--blocks", type=int, default=40_000)
     parser.add_argument("--out", type=Path, help="folder of records; docs/results by default")
     options = parser.parse_args(arguments)
+    if options.device == options.peer:
+        raise ConfigError(f"two cards are compared, and --device and --peer are both {options.device}")
     links: dict[str, Any] = {}
     model = load_model(options.model, device=options.device)
     serving = serving_options(options.blocks, options.chunk)
