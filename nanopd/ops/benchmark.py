@@ -27,7 +27,7 @@ from nanopd.ops.measure import Inputs, time_in_turn
 from nanopd.ops.select import get_ops
 
 BLOCK_SIZE = 16
-_CACHE_BYTES = 200e6  # inputs rotate until they hold this much: four times the 50 MB of L2 on an H100 or H200
+_CACHE_BYTES = 200e6  # inputs rotate until they hold this much: three times the 60 MB of L2 on an H200
 _MOST_SETS = 16
 
 Row = dict[str, Any]

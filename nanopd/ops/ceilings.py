@@ -41,7 +41,7 @@ def measure_ceilings(device: torch.device | str, dtype: torch.dtype | None = Non
     device = torch.device(device)
     on_gpu = device.type == "cuda"
     dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
-    # Far beyond any cache: 1 GiB against 50 MB of L2, 128 MiB against the few tens of MB of a laptop's L3.
+    # Far beyond any cache: 1 GiB against 60 MB of L2, 128 MiB against the few tens of MB of a laptop's L3.
     num_bytes = 2**30 if on_gpu else 2**27
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)  # zeros may share one page that was never written
     # Not captured: a copy inside a CUDA graph becomes a memcpy node, which a copy engine may run at two thirds of the
