@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from nanopd.bench import one_card, two_cards
+from nanopd.bench import cards, one_card, two_cards
 from nanopd.bench.hardware import Hardware
 from nanopd.bench.lengths import Uniform
 from nanopd.bench.raw import read_records
-from nanopd.bench.workload import DOCUMENT_BLOCK, Documents, Part, Schedule, Workload, chain, poisson
+from nanopd.bench.workload import DOCUMENT_BLOCK, Documents, Part, Workload, chain, poisson
 from nanopd.costmodel.hardware_profile import BUSY, WHOLE, preset
 from nanopd.errors import ConfigError
 from nanopd.model.loader import load_model
@@ -77,12 +77,12 @@ def test_all_strategies_run_the_same_load(monkeypatch: pytest.MonkeyPatch, tmp_p
     profile = preset("h200")
     profile = replace(profile, step_time={**profile.step_time, WHOLE + BUSY: profile.step_time[WHOLE]})
     places = dict.fromkeys(("whole", "prefill", "decode"), "cpu")
-    ways = one_card.strategies(load_model("dummy:tiny", device="cpu"), places, profile, 64, OPTIONS)
+    ways = one_card.strategies(load_model("dummy:tiny", device="cpu"), places, profile, OPTIONS)
     names = [way.name for way in ways]
     assert names == ["chunked", "partitions", "adaptive"]
     lines: list[str] = []
-    result = one_card.compare(
-        ways, PLAN.schedules, drain_s=PLAN.drain_s, about=PLAN.to_json(), raw=tmp_path, show=lines.append
+    result = cards.compare(
+        ways, list(PLAN.schedules()), drain_s=PLAN.drain_s, about=PLAN.to_json(), raw=tmp_path, show=lines.append
     )
     assert len(lines) == 9
     for workload, by_rate in result["runs"].items():
@@ -105,11 +105,8 @@ def test_two_cards_each_know_all_documents_and_promises_are_counted(tmp_path: Pa
     made = two_cards.strategies(model, "cpu", "cpu", options, links)
     load = Workload("questions", (Part(1.0, Uniform(10, 60), Uniform(4, 8), Documents(8, 1000)),))
     ways = [replace(way, hardware=Hardware(("card 0", "card 1"))) for way in made]
-
-    def questions() -> list[tuple[str, float, Schedule]]:
-        return [("heavy", 12.0, poisson(load, 12.0, 1.0, seed=3))]
-
-    result = one_card.compare(
+    questions = [("heavy", 12.0, poisson(load, 12.0, 1.0, seed=3))]
+    result = cards.compare(
         ways,
         questions,
         drain_s=4.0,
@@ -133,6 +130,7 @@ def test_loads_of_two_cards_all_have_rates() -> None:
     assert runs == [("heavy", 1.0, 5.0), ("long", 2.0, 8.0), ("long", 3.0, 8.0), ("light", 4.0, 5.0)]
 
 
-def test_one_card_is_no_pair() -> None:
-    with pytest.raises(ConfigError, match="--device and --peer are both cuda:0"):
-        two_cards.main(["--peer", "cuda:0"])
+@pytest.mark.parametrize("places", [["--peer", "cuda:0"], ["--device", "cuda", "--peer", "cuda:0"], ["--peer", "gpu"]])
+def test_one_card_is_no_pair(places: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"--device cuda(:0)? and --peer cuda:0 are one|gpu"):
+        two_cards.main(places)

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from nanopd.bench.one_card import HEAVY
+from nanopd.bench.cards import HEAVY
 from nanopd.bench.records import Outcome, RequestRecord
 from nanopd.bench.workload import poisson
 from nanopd.costmodel.hardware_profile import preset
 from nanopd.ops.measure import recorded
-from nanopd.sim.fidelity import (
-    after_documents,
-    compare_two_cards,
-    compare_with_record,
-    request_errors,
-    table,
-    verdicts,
-)
+from nanopd.sim.fidelity import after_documents, compare_with_record, request_errors, table
 
 PERCENTILES = [f"{metric}_{share}" for metric in ("ttft", "tpot", "e2e") for share in ("p50", "p90")]
 
@@ -60,68 +51,6 @@ def test_the_record_of_the_comparison_is_this_comparison(runs) -> None:
             for rate, row in by_rate.items():
                 assert stored["values"][group][strategy][rate] == pytest.approx(row, rel=1e-3), (strategy, rate)
     assert len(table(runs).splitlines()) == 1 + sum(map(len, runs.values()))
-
-
-@pytest.fixture(scope="module")
-def pair():
-    measured = recorded("two_cards")
-    assert measured is not None
-    return compare_two_cards(measured["values"], preset("h200"))
-
-
-TWO_CARDS = {"heavy": 0.29, "long": 0.32, "light": 0.34}  # as NAMED, for all rates of a load
-
-
-def test_simulated_latencies_of_two_cards_are_near_measured_ones(pair) -> None:
-    assert set(pair) == set(TWO_CARDS)
-    for load, by_rate in pair.items():
-        errors = [row[f"{name}_error"] for ways in by_rate.values() for row in ways.values() for name in PERCENTILES]
-        assert max(map(abs, errors)) <= TWO_CARDS[load], load
-
-
-def test_which_way_keeps_more_on_two_cards_was_predicted_where_it_is_clear(pair) -> None:
-    stored, measured = recorded("simulated"), recorded("two_cards")
-    assert stored is not None and measured is not None
-    count = verdicts(pair, measured["values"])
-    assert count == stored["values"]["two_cards_verdicts"]
-    assert count["clear"] >= 20 and count["other"] <= 1 and count["none"] <= 1
-
-
-def test_the_size_of_chunks_that_was_served_is_among_the_best(pair) -> None:
-    """No other size keeps much more in simulation, but where docs/en/workers.md says so: apart had a fair rival."""
-    stored, measured = recorded("simulated"), recorded("two_cards")
-    assert stored is not None and measured is not None
-    served, better = str(measured["values"]["chunk_size"]), []
-    for load, by_rate in stored["values"]["two_cards_chunks"].items():
-        for rate, by_chunk in by_rate.items():
-            assert by_chunk[served] == {ms: kept[1] for ms, kept in pair[load][rate]["chunked"]["kept"].items()}
-            offered = measured["values"]["runs"][load][rate]["chunked"]["counters"]["offered"]
-            for ms, kept in by_chunk[served].items():
-                if max(counts[ms] for counts in by_chunk.values()) - kept > 0.07 * offered:
-                    better.append((load, rate, ms))
-    assert better == [("light", "44", "12")]
-
-
-def test_verdicts_by_hand() -> None:
-    def ways(chunked: tuple[int, int], apart: tuple[int, int]) -> dict[str, Any]:
-        return {"chunked": {"kept": {"10": chunked}}, "apart": {"kept": {"10": apart}}}
-
-    rows = [((5, 6), (8, 7)), ((5, 7), (8, 6)), ((5, 7), (8, 7)), ((5, 0), (6, 9)), ((9, 9), (1, 2))]
-    found = {"load": {str(i): ways(*row) for i, row in enumerate(rows)}}
-    record = {"runs": {"load": {rate: {"chunked": {"counters": {"offered": 10}}} for rate in found["load"]}}}
-    assert verdicts(found, record) == {"all": 5, "clear": 4, "same": 2, "none": 1, "other": 1}
-
-
-def test_the_record_of_two_cards_is_this_comparison(pair) -> None:
-    stored = recorded("simulated")
-    assert stored is not None
-    for load, by_rate in pair.items():
-        for rate, ways in by_rate.items():
-            for way, row in ways.items():
-                old = dict(stored["values"]["two_cards"][load][rate][way])
-                assert old.pop("kept") == row["kept"]
-                assert old == pytest.approx({name: row[name] for name in old}, rel=1e-3), (load, rate, way)
-                assert set(old) == set(row) - {"kept"}
 
 
 def test_documents_are_asked_about_once_for_each_card() -> None:

@@ -154,10 +154,17 @@ def test_small_layers_leave_together(least: int, jobs: list[tuple[int, int]]) ->
     assert torch.equal(bits(destination), expected(before, sent, h))
 
 
-def test_on_the_cpu_layers_leave_at_2_mb_whatever_the_pieces() -> None:
-    source, destination = pool(4, 1), pool(4, 2)
-    with link_of(SameDeviceLink, source, destination, least_bytes=None) as link:
-        assert link.least_bytes == 2 << 20
+@pytest.mark.parametrize("piece_bytes", [1 << 20, 16 << 20])
+def test_on_the_cpu_layers_leave_once_they_are_2_mb_whatever_the_pieces(piece_bytes: int) -> None:
+    source, destination = pool(140, 1), pool(140, 2)
+    with link_of(SameDeviceLink, source, destination, least_bytes=None, piece_bytes=piece_bytes) as link:
+        transfer = link.open(random_handoff(source, destination, 130, seed=1))  # layers of 0.53 MB
+        left = []
+        for layer in range(LAYERS):
+            transfer.send_layer(layer)
+            left.append(transfer.layers_queued)
+        assert transfer.wait(20)
+    assert 3 * 130 * BLOCK_BYTES < 2 << 20 < 4 * 130 * BLOCK_BYTES and left == [0, 0, 0, 4, 5]
 
 
 def test_copies_run_in_the_links_thread() -> None:

@@ -4,10 +4,9 @@
 
 The same arrivals and prompts for both, on the same cards. Three loads, of which each asks for something else:
 
-* ``long``: prompts of about 6,000 tokens that nobody shares, short answers. One prompt occupies a card for as long as
-  some twenty decode steps take.
-* ``heavy``: the one of `nanopd.bench.one_card`, questions about shared documents. Little to prefill, much KV to read.
-* ``light``: its other one, short prompts and little KV.
+* ``long``: much to prefill. One prompt occupies a card for as long as some twenty decode steps take (in the record).
+* ``heavy``: little to prefill, much KV to read.
+* ``light``: short prompts and little KV.
 
 How many requests kept their promises is counted for several promises of TPOT: in chunks it is the mean of steps with
 and without a chunk, apart a step is a step.
@@ -22,16 +21,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nanopd.bench.cards import HEAVY, LIGHT, LONG, SEED, compare, serving_options
 from nanopd.bench.compare import Strategy
-from nanopd.bench.hardware import check_equal
-from nanopd.bench.lengths import Uniform
-from nanopd.bench.one_card import HEAVY, LIGHT, SEED, compare, serving_options
+from nanopd.bench.hardware import Hardware
 from nanopd.bench.serve import serving_strategy
-from nanopd.bench.workload import Part, Schedule, Workload, poisson
+from nanopd.bench.workload import Schedule, poisson
 from nanopd.errors import ConfigError
 from nanopd.router.policies import make_policy
 
-LONG = Workload("long", (Part(1.0, Uniform(4096, 8192), Uniform(96, 160)),))
 WORKLOADS = {load.name: load for load in (HEAVY, LONG, LIGHT)}  # with documents first: these are computed only once
 TPOTS_S = (0.008, 0.010, 0.012, 0.015, 0.020)
 
@@ -87,13 +84,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--blocks", type=int, default=40_000)
     parser.add_argument("--out", type=Path, help="folder of records; docs/results by default")
     options = parser.parse_args(arguments)
-    if options.device == options.peer:
-        raise ConfigError(f"two cards are compared, and --device and --peer are both {options.device}")
+    if Hardware.of_specs([options.device, options.peer]).num_gpus != 2:
+        raise ConfigError(f"two cards are needed; --device {options.device} and --peer {options.peer} are one")
     links: dict[str, Any] = {}
     model = load_model(options.model, device=options.device)
     serving = serving_options(options.blocks, options.chunk)
     compared = strategies(model, options.device, options.peer, serving, links)
-    check_equal({strategy.name: strategy.hardware for strategy in compared})
     plan = Plan()
 
     def save(result: dict[str, Any]) -> None:
@@ -107,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "duration_s": {name: plan.seconds(name) for name in WORKLOADS},
     }
     raw = None if options.out is None else options.out / "two_cards"
-    compare(compared, plan.schedules, drain_s=plan.drain_s, about=about, tpots_s=TPOTS_S, raw=raw, save=save)
+    compare(compared, list(plan.schedules()), drain_s=plan.drain_s, about=about, tpots_s=TPOTS_S, raw=raw, save=save)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How far the simulator is from what was measured: the same arrivals, the same places, under the virtual clock.
 
-    python -m nanopd.sim.fidelity         # against docs/results/nvidia-h200/one_card.json, and two_cards.json
+    python -m nanopd.sim.fidelity         # against docs/results/nvidia-h200/one_card.json
 
 One number is not the profile's: ``host_s``, what planning, launching and bookkeeping take per step in a server that
 also has clients. It was set once, from the three lightest collocated runs of an earlier record (commit efc45a1), and is
@@ -17,12 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nanopd.bench.cards import HEAVY, LIGHT, OBJECTIVES, SEED
 from nanopd.bench.load import LoadOptions
-from nanopd.bench.metrics import SLO, Percentiles, Summary, summarize
-from nanopd.bench.one_card import HEAVY, LIGHT, OBJECTIVES, SEED
+from nanopd.bench.metrics import Percentiles, Summary, summarize
 from nanopd.bench.raw import read_records
 from nanopd.bench.records import RequestRecord
-from nanopd.bench.two_cards import WORKLOADS
 from nanopd.bench.workload import Schedule, Workload, poisson
 from nanopd.costmodel.hardware_profile import HardwareProfile, load_profile
 from nanopd.errors import ConfigError
@@ -35,8 +34,6 @@ HOST_S = 0.00085  # seconds per step, see above
 WARM_UP_S = 60.0  # of virtual time, in which documents are computed
 METRICS = ("ttft", "tpot", "e2e")
 SHARES = ("p50", "p90")
-CARD_WAYS = ("chunked", "apart")  # of two cards
-CHUNKS = (128, 256, 512, 1024)  # tokens, tried in simulation
 
 
 def simulate(
@@ -50,7 +47,7 @@ def simulate(
     """One of the record's runs, repeated in virtual time: what arrived, and what became of it."""
     schedule = poisson(workload, rate, record["duration_s"][workload.name], SEED)
     cluster, policy = _cluster(strategy, record, profile, host_s)
-    whole, before = after_documents(schedule, len(record.get("links", ())) + 1)
+    whole, before = after_documents(schedule, cluster.hardware.num_gpus)
     records = run_virtual(cluster.driver(policy), whole, options=LoadOptions(drain_s=record["drain_s"]))
     own = sorted(records, key=lambda r: r.index)[before:]
     return schedule, [replace(r, index=r.index - before, time_s=r.time_s - WARM_UP_S) for r in own] if before else own
@@ -104,69 +101,6 @@ def compare_with_record(
             simulated = summarize(records, OBJECTIVES, offered=len(schedule), duration_s=schedule.duration_s)
             runs.setdefault(strategy, {})[rate] = differences(by_strategy[strategy], simulated)
     return runs
-
-
-def compare_two_cards(
-    record: Mapping[str, Any], profile: HardwareProfile, host_s: float = HOST_S
-) -> dict[str, dict[str, dict[str, Any]]]:
-    """The same of a record of `nanopd.bench.two_cards`: workload -> rate -> strategy -> differences.
-
-    Each also has "kept": milliseconds of TPOT promised -> [requests that got both promises, measured and simulated].
-    """
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for name, by_rate in record["runs"].items():
-        for rate, by_strategy in by_rate.items():
-            for strategy, measured in by_strategy.items():
-                run = simulate(strategy, float(rate), record, profile, host_s, WORKLOADS[name])
-                found.setdefault(name, {}).setdefault(rate, {})[strategy] = _with_kept(measured, *run)
-    return found
-
-
-def other_chunks(
-    record: Mapping[str, Any], profile: HardwareProfile, host_s: float = HOST_S
-) -> dict[str, dict[str, dict[str, dict[str, int]]]]:
-    """Two cards with chunks of other sizes, simulated: workload -> rate -> tokens -> TPOT in ms -> requests kept."""
-    found: dict[str, dict[str, dict[str, dict[str, int]]]] = {}
-    for name, by_rate in record["runs"].items():
-        for rate, by_strategy in by_rate.items():
-            for chunk in CHUNKS:
-                run = simulate(
-                    "chunked", float(rate), {**record, "chunk_size": chunk}, profile, host_s, WORKLOADS[name]
-                )
-                kept = _with_kept(by_strategy["chunked"], *run)["kept"]
-                counts = {ms: simulated for ms, (_, simulated) in kept.items()}
-                found.setdefault(name, {}).setdefault(rate, {})[str(chunk)] = counts
-    return found
-
-
-def _with_kept(measured: Mapping[str, Any], schedule: Schedule, records: Sequence[RequestRecord]) -> dict[str, Any]:
-    def under(slo: SLO) -> Summary:
-        return summarize(records, slo, offered=len(schedule), duration_s=schedule.duration_s)
-
-    kept = {
-        ms: [count, under(SLO(OBJECTIVES.ttft_s, float(ms) / 1e3)).attained] for ms, count in measured["kept"].items()
-    }
-    return {**differences(measured, under(OBJECTIVES)), "kept": kept}
-
-
-def verdicts(found: Mapping[str, Mapping[str, Mapping[str, Any]]], record: Mapping[str, Any]) -> dict[str, int]:
-    """Which of two cards' ways keeps more promises, over all loads, rates and promises of `compare_two_cards`.
-
-    "clear": one way led, measured, by more than a tenth of the requests; there the simulated lead was "same", "none" or
-    "other" (of the other way).
-    """
-    count = {"all": 0, "clear": 0, "same": 0, "none": 0, "other": 0}
-    for load, by_rate in found.items():
-        for rate, ways in by_rate.items():
-            offered = record["runs"][load][rate]["chunked"]["counters"]["offered"]
-            for ms in ways["apart"]["kept"]:
-                leads = [a - c for a, c in zip(ways["apart"]["kept"][ms], ways["chunked"]["kept"][ms], strict=True)]
-                count["all"] += 1
-                if abs(leads[0]) > offered / 10:
-                    agree = leads[0] * leads[1]
-                    count["clear"] += 1
-                    count["same" if agree > 0 else "other" if agree < 0 else "none"] += 1
-    return count
 
 
 def request_errors(measured: Sequence[RequestRecord], simulated: Sequence[RequestRecord]) -> dict[str, float]:
@@ -228,15 +162,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 errors = request_errors(real, simulate(strategy, float(rate), measured["values"], profile, host_s)[1])
                 values.setdefault("per_request", {}).setdefault(strategy, {})[rate] = errors
                 print(f"{strategy} {rate}: per request", {name: round(value, 3) for name, value in errors.items()})
-    if (pair := recorded("two_cards", options.gpu)) is not None:
-        values["two_cards"] = compare_two_cards(pair["values"], profile, host_s)
-        values["two_cards_verdicts"] = verdicts(values["two_cards"], pair["values"])
-        values["two_cards_chunks"] = other_chunks(pair["values"], profile, host_s)
-        print("two cards, who keeps more:", values["two_cards_verdicts"])
-        for load, by_rate in values["two_cards"].items():
-            print(
-                f"two cards, {load}\n{table({way: {r: row[way] for r, row in by_rate.items()} for way in CARD_WAYS})}"
-            )
     row = {**measured, "command": "python -m nanopd.sim.fidelity", "values": values}
     path: Path = results_dir() / options.gpu / "simulated.json"
     path.write_text(json.dumps(row, indent=1) + "\n")
