@@ -62,8 +62,8 @@ class CacheLink(QueuedLink):
         transfer_stream, receive_stream: where the kernels of this link run on the source's and the destination's
             device, such as streams of an SM partition; None: streams of its own.
         piece_bytes: size of a staging buffer. Every pair of neighbouring stages has ``depth`` of them.
-        least_bytes: layers that are sent one by one leave once they are so many bytes. None: on a GPU once they fill a
-            piece, since a smaller one costs the host as much, some 0.3 ms of Python for which all workers wait.
+        least_bytes: layers that are sent one by one leave once they are so many bytes. None: on a GPU 16 MB, or a piece
+            if that is less, since a smaller piece takes as much of the host's time; on the CPU 2 MB.
 
     Raises LayoutMismatchError if the pools differ in layout, ConfigError for a size or stream that does not fit.
     """
