@@ -26,6 +26,7 @@ LIGHT = Workload("light", (Part(1.0, Uniform(512, 1536), Uniform(32, 96)),))
 HEAVY = Workload("heavy", (Part(1.0, Uniform(512, 1536), Uniform(96, 160), Documents(32, 8192)),))
 LONG = Workload("long", (Part(1.0, Uniform(4096, 8192), Uniform(96, 160)),))
 OBJECTIVES = SLO(ttft_s=1.0, tpot_s=0.020)
+TPOTS_S = (0.008, 0.010, 0.012, 0.015, 0.020)  # promises of TPOT for which requests are counted
 SEED = 1
 
 
@@ -46,17 +47,17 @@ def compare(
     *,
     drain_s: float,
     about: Mapping[str, Any],
-    tpots_s: Sequence[float] = (),
+    tpots_s: Sequence[float] = TPOTS_S,
     raw: Path | None = None,
     show: Callable[[str], None] = print,
     save: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
     """Run everything, strategy after strategy. ``save`` is called after each run with what there is so far.
 
-    ``schedules``: (workload, rate, arrivals) of the runs. ``tpots_s``: other promises for TPOT, with the same TTFT.
+    ``schedules``: (workload, rate, arrivals) of the runs. ``tpots_s``: promises for TPOT, with the TTFT of OBJECTIVES.
 
-    Returns: ``{"slo", **about, "drain_s", "runs": {workload: {rate: {strategy: Summary as JSON}}}}``; with ``tpots_s``
-    each run also has ``"kept": {milliseconds of TPOT: requests that got both promises}``.
+    Returns: ``{"slo", **about, "drain_s", "runs": {workload: {rate: {strategy: run}}}}``. A run is a Summary as JSON,
+    and ``"kept": {milliseconds of TPOT: requests that got both promises}``.
     """
     slo = {"ttft_s": OBJECTIVES.ttft_s, "tpot_s": OBJECTIVES.tpot_s}
     result: dict[str, Any] = {"slo": slo, **about, "drain_s": drain_s, "runs": {}}
@@ -75,8 +76,7 @@ def compare(
                     num_gpus=strategy.hardware.num_gpus,
                 )
                 run = summary.to_json()
-                if tpots_s:
-                    run["kept"] = {f"{tpot_s * 1e3:g}": kept(records, tpot_s) for tpot_s in tpots_s}
+                run["kept"] = {f"{tpot_s * 1e3:g}": kept(records, tpot_s) for tpot_s in tpots_s}
                 result["runs"].setdefault(workload, {}).setdefault(f"{rate:g}", {})[strategy.name] = run
                 show(_line(strategy.name, workload, rate, summary))
                 save(result)

@@ -30,7 +30,6 @@ from nanopd.errors import ConfigError
 from nanopd.router.policies import make_policy
 
 WORKLOADS = {load.name: load for load in (HEAVY, LONG, LIGHT)}  # with documents first: these are computed only once
-TPOTS_S = (0.008, 0.010, 0.012, 0.015, 0.020)
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "duration_s": {name: plan.seconds(name) for name in WORKLOADS},
     }
     raw = None if options.out is None else options.out / "two_cards"
-    compare(compared, list(plan.schedules()), drain_s=plan.drain_s, about=about, tpots_s=TPOTS_S, raw=raw, save=save)
+    compare(compared, list(plan.schedules()), drain_s=plan.drain_s, about=about, raw=raw, save=save)
 
 
 if __name__ == "__main__":

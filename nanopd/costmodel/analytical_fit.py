@@ -49,7 +49,10 @@ def fit_alpha(points: Iterable[StepPoint]) -> AlphaFit:
         raise FitError(f"alpha: {len(set(lengths))} different prompt lengths measured, at least 2 are needed")
     slope, intercept = map(float, np.polyfit(lengths, ms, 1))
     if slope <= 0:
-        raise FitError(f"alpha: prefill time does not grow with the prompt (slope {slope:.3g} ms per token)")
+        raise FitError(
+            f"alpha: prefill time does not grow with the prompt (slope {slope:.3g} ms per token). Did something else "
+            "use the machine? Measure again while nothing does, on a CPU with OMP_NUM_THREADS=1"
+        )
     said = []
     if intercept > 0.1 * max(ms):
         said.append(f"alpha: a fixed {intercept:.3g} ms of each prefill has no place in the formula")
