@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from nanopd.bench import cards, one_card, two_cards
 from nanopd.bench.hardware import Hardware
 from nanopd.bench.lengths import Uniform
 from nanopd.bench.raw import read_records
+from nanopd.bench.records import Outcome, RequestRecord
 from nanopd.bench.workload import DOCUMENT_BLOCK, Documents, Part, Workload, chain, poisson
 from nanopd.costmodel.hardware_profile import BUSY, WHOLE, preset
 from nanopd.errors import ConfigError
@@ -122,6 +124,81 @@ def test_two_cards_each_know_all_documents_and_promises_are_counted(tmp_path: Pa
         assert run["cached_share"] > 0.8
         assert run["kept"] == {"1e-06": 0, "100000": sum(r.ttft_s <= 1.0 for r in records if r.ttft_s is not None)}
         assert run["attained_rate_per_gpu"] == pytest.approx(run["attained"] / run["window_s"] / 2, rel=1e-3)
+
+
+def recorded_calls(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> dict[str, dict[str, Any]]:
+    """name -> what `serving_strategy` is called with."""
+    calls: dict[str, dict[str, Any]] = {}
+
+    def record(name: str, model: Any, policy: Any, **options: Any) -> Any:
+        calls[name] = {"policy": policy(), **options}
+
+    monkeypatch.setattr(module, "serving_strategy", record)
+    return calls
+
+
+def test_what_serves_on_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = recorded_calls(monkeypatch, one_card)
+    places = {"whole": "cuda:0", "prefill": "cuda:0/sm=68", "decode": "cuda:0/sm=64"}
+    one_card.strategies("model", places, preset("h200"), {"collocated_chunk": 512, "num_blocks": 9})
+    parts = {"prefill": ["cuda:0/sm=68"], "decode": ["cuda:0/sm=64"], "shared_pool": True}
+    made = {name: {k: v for k, v in call.items() if k != "policy"} for name, call in calls.items()}
+    common = {"collocated_chunk": 512, "num_blocks": 9}
+    assert made == {
+        "chunked": {"collocated": ["cuda:0"], **common},
+        "partitions": {**parts, **common},
+        "adaptive": {**parts, "elastic": True, **common},
+    }
+    assert [call["policy"].name for call in calls.values()] == ["collocated", "disaggregated", "adaptive"]
+    assert (calls["adaptive"]["policy"].tpot_ms, calls["adaptive"]["policy"].chunk_size) == (20.0, 512)
+
+
+def test_what_serves_on_two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = recorded_calls(monkeypatch, two_cards)
+    links: dict[str, Any] = {}
+    two_cards.strategies("model", "cuda:0", "cuda:1", {"num_blocks": 9}, links)
+    note = calls["apart"].pop("on_open")
+    assert [call.pop("policy").name for call in calls.values()] == ["collocated", "disaggregated"]
+    assert calls == {
+        "chunked": {"collocated": ["cuda:0", "cuda:1"], "num_blocks": 9},
+        "apart": {"prefill": ["cuda:0"], "decode": ["cuda:1"], "num_blocks": 9},
+    }
+    report = SimpleNamespace(path="peer copy", gb_s=80.0)
+    note(SimpleNamespace(links={("a", "b"): SimpleNamespace(report=report)}), None)
+    assert links == {"a to b": {"path": "peer copy", "gb_s": 80.0}}
+
+
+def test_both_promises_count() -> None:
+    def record(ttft: float, tpot: float | None, outcome: Outcome = Outcome.COMPLETED) -> RequestRecord:
+        return RequestRecord(0, 0.0, 10, 5, outcome, ttft_s=ttft, tpot_s=tpot, e2e_s=2.0)
+
+    records = [record(0.9, 0.009), record(1.1, 0.009), record(0.9, 0.011), record(0.9, None)]
+    records.append(record(0.9, 0.009, Outcome.UNFINISHED))
+    assert cards.kept(records, 0.010) == 2 and cards.kept(records, 0.012) == 3
+
+
+def test_what_there_is_so_far_is_saved_after_each_run_and_an_impossible_folder_is_said_first(tmp_path: Path) -> None:
+    model = load_model("dummy:tiny", device="cpu")
+    (way,) = [way for way in two_cards.strategies(model, "cpu", "cpu", OPTIONS, {}) if way.name == "chunked"]
+    runs = [("light", rate, poisson(CHATS, rate, 0.5, seed=3)) for rate in (4.0, 8.0)]
+    saved: list[list[str]] = []
+
+    def save(found: dict[str, Any]) -> None:
+        saved.append([*found["runs"]["light"]])
+
+    cards.compare(
+        [way],
+        runs,
+        drain_s=4.0,
+        about={},
+        show=lambda line: None,
+        save=save,
+    )
+    assert saved == [["4"], ["4", "8"]]
+    (tmp_path / "file").write_text("")
+    for main in (one_card.main, two_cards.main):
+        with pytest.raises(ConfigError, match="--out"):
+            main(["--out", str(tmp_path / "file")])
 
 
 def test_loads_of_two_cards_all_have_rates() -> None:

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from nanopd.costmodel.hardware_profile import preset
+from nanopd.errors import ConfigError
+from nanopd.ops import measure
 from nanopd.ops.measure import recorded
-from nanopd.sim.two_cards import compare_with_record, other_chunks, verdicts
+from nanopd.sim.fidelity import simulate
+from nanopd.sim.two_cards import WORKLOADS, compare_with_record, main, other_chunks, verdicts
 
 PERCENTILES = [f"{metric}_{share}" for metric in ("ttft", "tpot", "e2e") for share in ("p50", "p90")]
 # How far a median or 90th percentile may be off, at any rate: what was found, rounded up.
@@ -83,3 +86,24 @@ def test_chunks_of_another_size_would_hardly_have_kept_more(runs: Any) -> None:
                 if max(counts[ms] for counts in by_chunk.values()) - kept > 0.07 * offered:
                     better.append((load, rate, ms))
     assert better == [("light", "44", "12")]
+
+
+def test_a_record_without_a_links_speed_or_of_a_cut_off_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = values("two_cards")
+    for links in ({}, {"a to b": {"path": "shared pool", "gb_s": None}}):
+        with pytest.raises(ConfigError, match="how fast"):
+            simulate("apart", 2.0, {**record, "links": links}, preset("h200"), 0.0, WORKLOADS["long"])
+    with pytest.raises(ConfigError, match="no strategy 'both'"):
+        simulate("both", 2.0, record, preset("h200"), 0.0, WORKLOADS["long"])
+    half = {**record, "runs": {"long": {"2": {"chunked": record["runs"]["long"]["2"]["chunked"]}}}}
+    monkeypatch.setattr(measure, "recorded", lambda name, gpu: {"values": half})
+    with pytest.raises(ConfigError, match="long at 2/s for chunked only"):
+        main([])
+
+
+def test_simulated_records_are_those_of_the_schedule() -> None:
+    """Without the requests that put the documents into the cache, and on the schedule's clock."""
+    schedule, records = simulate("apart", 8.0, values("two_cards"), preset("h200"), 0.0, WORKLOADS["heavy"])
+    assert [record.index for record in records] == [arrival.index for arrival in schedule.arrivals]
+    assert [record.time_s for record in records] == pytest.approx([arrival.time_s for arrival in schedule.arrivals])
+    assert [r.prompt_tokens for r in records] == [arrival.prompt_tokens for arrival in schedule.arrivals]

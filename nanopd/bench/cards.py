@@ -20,6 +20,7 @@ from nanopd.bench.metrics import SLO, Summary, summarize
 from nanopd.bench.raw import write_records
 from nanopd.bench.records import RequestRecord
 from nanopd.bench.workload import Documents, Part, Schedule, Workload
+from nanopd.costmodel.files import check_writable
 from nanopd.engine.sampling_params import SamplingParams
 
 LIGHT = Workload("light", (Part(1.0, Uniform(512, 1536), Uniform(32, 96)),))
@@ -39,6 +40,14 @@ def serving_options(blocks: int, chunk: int) -> dict[str, Any]:
         "graph_sizes": (1, 2, 4, 8, *range(16, 129, 8), 160, 192, 256),
         "use_tqdm": False,
     }
+
+
+def raw_folder(out: Path | None, name: str) -> Path | None:
+    """Where raw records go, under ``--out``. Raises ConfigError, before anything is measured, if nothing can."""
+    if out is None:
+        return None
+    check_writable("--out", out / name / "record.jsonl")
+    return out / name
 
 
 def compare(

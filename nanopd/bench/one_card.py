@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanopd.bench.cards import HEAVY, LIGHT, OBJECTIVES, SEED, compare, serving_options
+from nanopd.bench.cards import HEAVY, LIGHT, OBJECTIVES, SEED, compare, raw_folder, serving_options
 from nanopd.bench.compare import Strategy
 from nanopd.bench.serve import serving_strategy
 from nanopd.bench.workload import Schedule, chain, poisson
@@ -102,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--blocks", type=int, default=40_000)
     parser.add_argument("--out", type=Path, help="folder of records; docs/results by default")
     options = parser.parse_args(arguments)
+    raw = raw_folder(options.out, "one_card")
     places = {
         "whole": options.device,
         "prefill": f"{options.device}/sm={options.prefill_sms}",
@@ -115,7 +116,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def save(result: dict[str, Any]) -> None:
         write_result("one_card", result, device=options.device, command=command, folder=options.out)
 
-    raw = None if options.out is None else options.out / "one_card"
     plan = Plan()
     about = {"chunk_size": options.chunk, "places": places, **plan.to_json()}
     compare(compared, list(plan.schedules()), drain_s=plan.drain_s, about=about, raw=raw, save=save)

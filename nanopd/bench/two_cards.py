@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanopd.bench.cards import HEAVY, LIGHT, LONG, SEED, compare, serving_options
+from nanopd.bench.cards import HEAVY, LIGHT, LONG, SEED, compare, raw_folder, serving_options
 from nanopd.bench.compare import Strategy
 from nanopd.bench.hardware import Hardware
 from nanopd.bench.serve import serving_strategy
@@ -83,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--blocks", type=int, default=40_000)
     parser.add_argument("--out", type=Path, help="folder of records; docs/results by default")
     options = parser.parse_args(arguments)
+    raw = raw_folder(options.out, "two_cards")
     if Hardware.of_specs([options.device, options.peer]).num_gpus != 2:
         raise ConfigError(f"two cards are needed; --device {options.device} and --peer {options.peer} are one")
     links: dict[str, Any] = {}
@@ -101,7 +102,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "links": links,
         "duration_s": {name: plan.seconds(name) for name in WORKLOADS},
     }
-    raw = None if options.out is None else options.out / "two_cards"
     compare(compared, list(plan.schedules()), drain_s=plan.drain_s, about=about, raw=raw, save=save)
 
 

@@ -66,7 +66,10 @@ def _cluster(
     if strategy not in ("partitions", "apart"):
         raise ConfigError(f"no strategy {strategy!r} to compare; there are chunked, partitions and apart")
     if strategy == "apart":
-        common["link_gb_s"] = min(link["gb_s"] for link in record["links"].values())
+        speeds = [link["gb_s"] for link in record["links"].values()]
+        if not speeds or None in speeds:
+            raise ConfigError(f"the record says of no link, or not of every one, how fast it was: {record['links']}")
+        common["link_gb_s"] = min(speeds)
     else:
         common["shared_pool"] = True
     cluster = SimulatedCluster(profile, prefill=[places["prefill"]], decode=[places["decode"]], **common)

@@ -98,6 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if measured is None:
         raise ConfigError(f"{options.gpu} has no record two_cards.json; python -m nanopd.bench.two_cards writes it")
     record, profile = measured["values"], load_profile(options.profile)
+    for load, by_rate in record["runs"].items():
+        for rate, ways in by_rate.items():
+            if set(ways) != set(WAYS):
+                raise ConfigError(f"two_cards.json has {load} at {rate}/s for {', '.join(ways)} only: it was cut off")
     runs = compare_with_record(record, profile)
     for load, by_rate in runs.items():
         print(f"{load}\n{table({way: {rate: row[way] for rate, row in by_rate.items()} for way in WAYS})}")
