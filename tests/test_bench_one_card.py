@@ -19,6 +19,7 @@ from nanopd.bench.workload import DOCUMENT_BLOCK, Documents, Part, Workload, cha
 from nanopd.costmodel.hardware_profile import BUSY, WHOLE, preset
 from nanopd.errors import ConfigError
 from nanopd.model.loader import load_model
+from nanopd.ops.measure import recorded
 
 QUESTIONS = Workload("questions", (Part(1.0, Uniform(10, 60), Uniform(4, 8), Documents(3, 1000)),))
 CHATS = Workload("chats", (Part(1.0, Uniform(10, 60), Uniform(4, 8)),))
@@ -126,7 +127,7 @@ def test_two_cards_each_know_all_documents_and_promises_are_counted(tmp_path: Pa
         assert run["attained_rate_per_gpu"] == pytest.approx(run["attained"] / run["window_s"] / 2, rel=1e-3)
 
 
-def recorded_calls(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> dict[str, dict[str, Any]]:
+def calls_of(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> dict[str, dict[str, Any]]:
     """name -> what `serving_strategy` is called with."""
     calls: dict[str, dict[str, Any]] = {}
 
@@ -138,7 +139,7 @@ def recorded_calls(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> dict[
 
 
 def test_what_serves_on_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = recorded_calls(monkeypatch, one_card)
+    calls = calls_of(monkeypatch, one_card)
     places = {"whole": "cuda:0", "prefill": "cuda:0/sm=68", "decode": "cuda:0/sm=64"}
     one_card.strategies("model", places, preset("h200"), {"collocated_chunk": 512, "num_blocks": 9})
     parts = {"prefill": ["cuda:0/sm=68"], "decode": ["cuda:0/sm=64"], "shared_pool": True}
@@ -154,7 +155,7 @@ def test_what_serves_on_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_serves_on_two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = recorded_calls(monkeypatch, two_cards)
+    calls = calls_of(monkeypatch, two_cards)
     links: dict[str, Any] = {}
     two_cards.strategies("model", "cuda:0", "cuda:1", {"num_blocks": 9}, links)
     note = calls["apart"].pop("on_open")
@@ -211,3 +212,14 @@ def test_loads_of_two_cards_all_have_rates() -> None:
 def test_one_card_is_no_pair(places: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"--device cuda(:0)? and --peer cuda:0 are one|gpu"):
         two_cards.main(places)
+
+
+def test_highest_rates_by_hand_and_in_the_records() -> None:
+    def run(rate: float, kept: int) -> dict[str, Any]:
+        return {"offered_rate": rate, "kept": {"8": kept}, "counters": {"offered": 10}}
+
+    runs = {"light": {"1": {"a": run(1.5, 9), "b": run(1.5, 8)}, "2": {"a": run(2.5, 10), "b": run(2.5, 3)}}}
+    assert cards.highest_rates(runs) == {"light": {"8": {"a": 2.5, "b": None}}}
+    for name in ("one_card", "two_cards"):
+        record = recorded(name)
+        assert record is not None and record["values"]["highest"] == cards.highest_rates(record["values"]["runs"])

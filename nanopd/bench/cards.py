@@ -28,6 +28,7 @@ HEAVY = Workload("heavy", (Part(1.0, Uniform(512, 1536), Uniform(96, 160), Docum
 LONG = Workload("long", (Part(1.0, Uniform(4096, 8192), Uniform(96, 160)),))
 OBJECTIVES = SLO(ttft_s=1.0, tpot_s=0.020)
 TPOTS_S = (0.008, 0.010, 0.012, 0.015, 0.020)  # promises of TPOT for which requests are counted
+ENOUGH = 0.9  # of the requests
 SEED = 1
 
 
@@ -66,7 +67,7 @@ def compare(
     ``schedules``: (workload, rate, arrivals) of the runs. ``tpots_s``: promises for TPOT, with the TTFT of OBJECTIVES.
 
     Returns: ``{"slo", **about, "drain_s", "runs": {workload: {rate: {strategy: run}}}}``. A run is a Summary as JSON,
-    and ``"kept": {milliseconds of TPOT: requests that got both promises}``.
+    and ``"kept": {milliseconds of TPOT: requests that got both promises}``. ``"highest"``: see `highest_rates`.
     """
     slo = {"ttft_s": OBJECTIVES.ttft_s, "tpot_s": OBJECTIVES.tpot_s}
     result: dict[str, Any] = {"slo": slo, **about, "drain_s": drain_s, "runs": {}}
@@ -87,9 +88,27 @@ def compare(
                 run = summary.to_json()
                 run["kept"] = {f"{tpot_s * 1e3:g}": kept(records, tpot_s) for tpot_s in tpots_s}
                 result["runs"].setdefault(workload, {}).setdefault(f"{rate:g}", {})[strategy.name] = run
+                result["highest"] = highest_rates(result["runs"])
                 show(_line(strategy.name, workload, rate, summary))
                 save(result)
     return result
+
+
+def highest_rates(runs: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float | None]]]:
+    """workload -> TPOT promised (ms) -> strategy -> the highest offered rate tried at which 90 % got both promises.
+
+    Requests per second; None if there was no such rate.
+    """
+    found: dict[str, dict[str, dict[str, float | None]]] = {}
+    for workload, by_rate in runs.items():
+        for by_strategy in by_rate.values():
+            for strategy, run in by_strategy.items():
+                for ms, count in run["kept"].items():
+                    best = found.setdefault(workload, {}).setdefault(ms, {})
+                    best.setdefault(strategy, None)
+                    if count >= ENOUGH * run["counters"]["offered"]:
+                        best[strategy] = max(best[strategy] or 0.0, run["offered_rate"])
+    return found
 
 
 def kept(records: Iterable[RequestRecord], tpot_s: float) -> int:
