@@ -9,11 +9,12 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanopd.bench.compare import Strategy
+from nanopd.bench.compare import GoodputSearch, Strategy
 from nanopd.bench.lengths import Uniform
 from nanopd.bench.load import LoadOptions, run_load
 from nanopd.bench.metrics import SLO, Summary, summarize
@@ -28,8 +29,19 @@ HEAVY = Workload("heavy", (Part(1.0, Uniform(512, 1536), Uniform(96, 160), Docum
 LONG = Workload("long", (Part(1.0, Uniform(4096, 8192), Uniform(96, 160)),))
 OBJECTIVES = SLO(ttft_s=1.0, tpot_s=0.020)
 TPOTS_S = (0.008, 0.010, 0.012, 0.015, 0.020)  # promises of TPOT for which requests are counted
-ENOUGH = 0.9  # of the requests
+ENOUGH = GoodputSearch.target  # of the requests, as for goodput
 SEED = 1
+
+
+def card_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Options that ``python -m nanopd.bench.<name>`` has for one card and for two."""
+    parser = argparse.ArgumentParser(prog=f"python -m nanopd.bench.{name}", description=description)
+    parser.add_argument("--model", default="dummy:qwen3-8b")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--blocks", type=int, default=40_000)
+    parser.add_argument("--out", type=Path, help="folder of records; docs/results by default")
+    return parser
 
 
 def serving_options(blocks: int, chunk: int) -> dict[str, Any]:

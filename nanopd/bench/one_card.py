@@ -14,14 +14,12 @@ heavy KV they do not. Where 35 ms would do, chunks are the better way nearly eve
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from nanopd.bench.cards import HEAVY, LIGHT, OBJECTIVES, SEED, compare, raw_folder, serving_options
+from nanopd.bench.cards import HEAVY, LIGHT, OBJECTIVES, SEED, card_parser, compare, raw_folder, serving_options
 from nanopd.bench.compare import Strategy
 from nanopd.bench.serve import serving_strategy
 from nanopd.bench.workload import Schedule, chain, poisson
@@ -92,15 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from nanopd.model.loader import load_model
     from nanopd.ops.measure import write_result
 
-    parser = argparse.ArgumentParser(prog="python -m nanopd.bench.one_card", description=__doc__)
-    parser.add_argument("--model", default="dummy:qwen3-8b")
+    parser = card_parser("one_card", __doc__)
     parser.add_argument("--profile", default="h200", help="name of a preset or a file of nanopd profile")
-    parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--decode-sms", type=int, default=64)
     parser.add_argument("--prefill-sms", type=int, default=68)
-    parser.add_argument("--chunk", type=int, default=512)
-    parser.add_argument("--blocks", type=int, default=40_000)
-    parser.add_argument("--out", type=Path, help="folder of records; docs/results by default")
     options = parser.parse_args(arguments)
     raw = raw_folder(options.out, "one_card")
     places = {

@@ -14,14 +14,12 @@ and without a chunk, apart a step is a step.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from nanopd.bench.cards import HEAVY, LIGHT, LONG, SEED, compare, raw_folder, serving_options
+from nanopd.bench.cards import HEAVY, LIGHT, LONG, SEED, card_parser, compare, raw_folder, serving_options
 from nanopd.bench.compare import Strategy
 from nanopd.bench.hardware import Hardware
 from nanopd.bench.serve import serving_strategy
@@ -75,13 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from nanopd.model.loader import load_model
     from nanopd.ops.measure import write_result
 
-    parser = argparse.ArgumentParser(prog="python -m nanopd.bench.two_cards", description=__doc__)
-    parser.add_argument("--model", default="dummy:qwen3-8b")
-    parser.add_argument("--device", default="cuda:0")
+    parser = card_parser("two_cards", __doc__)
     parser.add_argument("--peer", default="cuda:1")
-    parser.add_argument("--chunk", type=int, default=512)
-    parser.add_argument("--blocks", type=int, default=40_000)
-    parser.add_argument("--out", type=Path, help="folder of records; docs/results by default")
     options = parser.parse_args(arguments)
     raw = raw_folder(options.out, "two_cards")
     if Hardware.of_specs([options.device, options.peer]).num_gpus != 2:

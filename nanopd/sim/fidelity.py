@@ -142,18 +142,33 @@ def table(runs: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    from nanopd.ops.measure import recorded, results_dir
+def measured_record(name: str, gpu: str) -> dict[str, Any]:
+    """The record ``name`` of ``nanopd.bench.<name>``. Raises ConfigError if ``gpu`` has none."""
+    from nanopd.ops.measure import recorded
 
+    record = recorded(name, gpu)
+    if record is None:
+        raise ConfigError(f"{gpu} has no record {name}.json; python -m nanopd.bench.{name} writes it")
+    return record
+
+
+def write_simulated(name: str, gpu: str, measured: Mapping[str, Any], command: str, values: Mapping[str, Any]) -> None:
+    """``values`` as the record ``name`` beside the one that they are held against, with its environment."""
+    from nanopd.ops.measure import results_dir
+
+    path: Path = results_dir() / gpu / f"{name}.json"
+    path.write_text(json.dumps({**measured, "command": command, "values": values}, indent=1) + "\n")
+    print(f"written: {path}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m nanopd.sim.fidelity", description=__doc__)
     parser.add_argument("--gpu", default="nvidia-h200", help="whose record of nanopd.bench.one_card")
     parser.add_argument("--profile", default="h200")
     parser.add_argument("--raw", type=Path, help="folder of its records, request by request; adds errors per request")
     parser.add_argument("--host-ms", type=float, default=HOST_S * 1e3)
     options = parser.parse_args(arguments)
-    measured = recorded("one_card", options.gpu)
-    if measured is None:
-        raise ConfigError(f"{options.gpu} has no record one_card.json; python -m nanopd.bench.one_card writes it")
+    measured = measured_record("one_card", options.gpu)
     profile, host_s = load_profile(options.profile), options.host_ms / 1e3
     runs, heavy = (compare_with_record(measured["values"], profile, host_s, load) for load in (LIGHT, HEAVY))
     print(f"light\n{table(runs)}\nheavy\n{table(heavy)}")
@@ -165,10 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 errors = request_errors(real, simulate(strategy, float(rate), measured["values"], profile, host_s)[1])
                 values.setdefault("per_request", {}).setdefault(strategy, {})[rate] = errors
                 print(f"{strategy} {rate}: per request", {name: round(value, 3) for name, value in errors.items()})
-    row = {**measured, "command": "python -m nanopd.sim.fidelity", "values": values}
-    path: Path = results_dir() / options.gpu / "simulated.json"
-    path.write_text(json.dumps(row, indent=1) + "\n")
-    print(f"written: {path}")
+    write_simulated("simulated", options.gpu, measured, "python -m nanopd.sim.fidelity", values)
 
 
 if __name__ == "__main__":

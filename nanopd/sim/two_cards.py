@@ -8,9 +8,7 @@ The profile is that of one card; of two the simulator knows the link's GB/s besi
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from nanopd.bench.cards import OBJECTIVES, kept
@@ -20,15 +18,13 @@ from nanopd.bench.two_cards import WORKLOADS
 from nanopd.bench.workload import Schedule
 from nanopd.costmodel.hardware_profile import HardwareProfile, load_profile
 from nanopd.errors import ConfigError
-from nanopd.sim.fidelity import HOST_S, differences, simulate, table
+from nanopd.sim.fidelity import HOST_S, differences, measured_record, simulate, table, write_simulated
 
 WAYS = ("chunked", "apart")
 CHUNKS = (128, 256, 512, 1024)  # tokens, of chunks tried in simulation
 
 
-def compare_with_record(
-    record: Mapping[str, Any], profile: HardwareProfile, host_s: float = HOST_S
-) -> dict[str, dict[str, dict[str, Any]]]:
+def compare_with_record(record: Mapping[str, Any], profile: HardwareProfile) -> dict[str, dict[str, dict[str, Any]]]:
     """Workload -> rate -> strategy -> differences, as `nanopd.sim.fidelity.differences` has them.
 
     Each also has "kept": milliseconds of TPOT promised -> [requests that got both promises, measured and simulated].
@@ -37,13 +33,13 @@ def compare_with_record(
     for name, by_rate in record["runs"].items():
         for rate, by_strategy in by_rate.items():
             for strategy, measured in by_strategy.items():
-                run = simulate(strategy, float(rate), record, profile, host_s, WORKLOADS[name])
+                run = simulate(strategy, float(rate), record, profile, HOST_S, WORKLOADS[name])
                 found.setdefault(name, {}).setdefault(rate, {})[strategy] = _with_kept(measured, *run)
     return found
 
 
 def other_chunks(
-    record: Mapping[str, Any], profile: HardwareProfile, host_s: float = HOST_S
+    record: Mapping[str, Any], profile: HardwareProfile
 ) -> dict[str, dict[str, dict[str, dict[str, int]]]]:
     """Two cards with chunks of other sizes, simulated: workload -> rate -> tokens -> TPOT in ms -> requests kept."""
     found: dict[str, dict[str, dict[str, dict[str, int]]]] = {}
@@ -51,7 +47,7 @@ def other_chunks(
         for rate, by_strategy in by_rate.items():
             for chunk in CHUNKS:
                 run = simulate(
-                    "chunked", float(rate), {**record, "chunk_size": chunk}, profile, host_s, WORKLOADS[name]
+                    "chunked", float(rate), {**record, "chunk_size": chunk}, profile, HOST_S, WORKLOADS[name]
                 )
                 counts = {ms: kept(run[1], float(ms) / 1e3) for ms in by_strategy["chunked"]["kept"]}
                 found.setdefault(name, {}).setdefault(rate, {})[str(chunk)] = counts
@@ -88,15 +84,11 @@ def verdicts(found: Mapping[str, Mapping[str, Mapping[str, Any]]], record: Mappi
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    from nanopd.ops.measure import recorded, results_dir
-
     parser = argparse.ArgumentParser(prog="python -m nanopd.sim.two_cards", description=__doc__)
     parser.add_argument("--gpu", default="nvidia-h200", help="whose record of nanopd.bench.two_cards")
     parser.add_argument("--profile", default="h200")
     options = parser.parse_args(arguments)
-    measured = recorded("two_cards", options.gpu)
-    if measured is None:
-        raise ConfigError(f"{options.gpu} has no record two_cards.json; python -m nanopd.bench.two_cards writes it")
+    measured = measured_record("two_cards", options.gpu)
     record, profile = measured["values"], load_profile(options.profile)
     for load, by_rate in record["runs"].items():
         for rate, ways in by_rate.items():
@@ -112,10 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "chunks": other_chunks(record, profile),
     }
     print("who keeps more:", values["verdicts"])
-    row = {**measured, "command": "python -m nanopd.sim.two_cards", "values": values}
-    path: Path = results_dir() / options.gpu / "simulated_two_cards.json"
-    path.write_text(json.dumps(row, indent=1) + "\n")
-    print(f"written: {path}")
+    write_simulated("simulated_two_cards", options.gpu, measured, "python -m nanopd.sim.two_cards", values)
 
 
 if __name__ == "__main__":
